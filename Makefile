@@ -1,0 +1,77 @@
+# `make` lists the targets. Everything runs in .venv, which is made on first use.
+PYTHON ?= python3
+# Starting two pytest workers costs about 8 s (each imports torch); WORKERS=0 is quicker for a few tests.
+WORKERS ?= 2
+N ?= 10000
+ARGS ?=
+
+BIN := .venv/bin
+# Re-installs only when the requirements change.
+READY := .venv/.installed
+DOCS_READY := .venv/.installed-docs
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# One thread per pytest process: the matrices are small, and workers would compete for cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv test lint types tests slow format demo xor fuzz bench docs clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): pyproject.toml constraints.txt
+	@echo "== install: .venv"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) --editable '.[dev]'
+	@touch $@
+
+$(DOCS_READY): $(READY)
+	@echo "== install: docs"
+	@$(PIP) --editable '.[dev,docs]'
+	@touch $@
+
+venv: $(READY) ## create or refresh .venv
+
+test: $(READY) ## everything CI runs: lint, types, tests
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory types
+	@$(MAKE) --no-print-directory tests
+
+lint: $(READY) ## ruff: rules and formatting
+	@echo "== ruff"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(READY) ## pyright on src
+	@echo "== pyright"
+	@$(BIN)/pyright
+
+tests: $(READY) ## pytest: tests, docstrings and README (ARGS="-k name")
+	@echo "== pytest"
+	@$(PYTEST) $(ARGS)
+
+slow: $(READY) ## the tests that take minutes
+	@$(PYTEST) -m slow $(ARGS)
+
+format: $(READY) ## let ruff fix and format
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+demo: $(READY) ## the library in a minute
+	@$(BIN)/python examples/demo.py
+
+xor: $(READY) ## the paper's XOR experiment (ARGS="...")
+	@$(BIN)/taut xor $(ARGS)
+
+fuzz: $(READY) ## random hard problems (N=10000 rows)
+	@$(BIN)/python benchmarks/fuzz.py --rows $(N)
+
+bench: $(READY) ## side by side with peers
+	@$(BIN)/python benchmarks/run.py
+
+docs: $(DOCS_READY) ## build the site into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+clean: ## remove .venv, caches and built files
+	rm -rf .venv site dist build .pytest_cache .ruff_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
