@@ -25,7 +25,7 @@ def run(text, name):
             # The blank lines make tracebacks show the document's own line numbers.
             exec(compile("\n" * (line - 1) + source, name, "exec"), namespace)
         else:
-            # A plain dict, because DocTest copies its globals and later blocks need the new names.
+            # Set afterwards, because DocTest copies the globals it is given.
             test = doctest.DocTestParser().get_doctest(source, {}, name, name, line - 1)
             test.globs = namespace
             report = []
