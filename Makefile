@@ -1,5 +1,8 @@
 # `make` lists the targets. Everything runs in .venv, which is made on first use.
 PYTHON ?= python3
+# pytest processes: 0 is none besides the main one. Worth raising once the suite outlasts the workers' start.
+WORKERS ?= 0
+N ?= python3
 # Starting two pytest workers costs about 8 s (each imports torch); WORKERS=0 is quicker for a few tests.
 WORKERS ?= 2
 N ?= 10000
@@ -10,7 +13,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 DOCS_READY := .venv/.installed-docs
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# One thread per pytest process: the matrices are small, and workers would compete for cores.
+# One thread per pytest process, so that workers do not compete for cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
