@@ -1,11 +1,5 @@
 # `make` lists the targets. Everything runs in .venv, which is made on first use.
-PYTHON ?= python3
-# pytest processes: 0 is none besides the main one. Worth raising once the suite outlasts the workers' start.
-WORKERS ?= 0
-N ?= python3
-# Starting two pytest workers costs about 8 s (each imports torch); WORKERS=0 is quicker for a few tests.
-WORKERS ?= 2
-N ?= 10000
+PYTHON ?= 10000
 ARGS ?=
 
 BIN := .venv/bin

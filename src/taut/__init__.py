@@ -1,0 +1,16 @@
+"""Neural networks whose outputs satisfy linear constraints exactly."""
+
+from taut import activations as activations, linear as linear
+from taut.activations import Activation as Activation, Interval as Interval
+from taut.certificate import is_certificate as is_certificate
+from taut.losses import bregman_loss as bregman_loss, matched_loss as matched_loss
+from taut.modules import (
+    LagrangeHead as LagrangeHead,
+    LagrangeMemory as LagrangeMemory,
+    Projection as Projection,
+)
+from taut.projection import project as project
+from taut.solution import Solution as Solution, SolveError as SolveError, Status as Status
+from taut.solvers import GradientDescent as GradientDescent, Newton as Newton
+
+__version__ = "0.1.0"

@@ -1,0 +1,530 @@
+"""The activation table (Table 1 of the paper) and the rows derived from it.
+
+An activation is a *row*: a generalized sigmoid σ, its slope σ', its integral φ (so σ = φ'), its
+inverse u(z), the negative entropy ψ(z) = z·u(z) − φ(u(z)) and the range of σ. The row fixes the
+geometry of the projection: the Bregman divergence B(z‖v) = ψ(z) − ψ(v) − ψ'(v)(z − v).
+
+A new activation is one more `Activation(...)`; put it in `ACTIVATIONS` and every test runs on it.
+"""
+
+import difflib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import Any, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+Elementwise = Callable[[Tensor], Tensor]
+Parameter = float | Tensor  # a number, or one number for each coordinate: shape (K,)
+
+
+@final
+class _Pointwise(torch.autograd.Function):
+    """y = f(x) elementwise, with the derivative written down instead of traced."""
+
+    @staticmethod
+    def forward(x: Tensor, f: Elementwise, derivative: Elementwise) -> Tensor:
+        return f(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+        ctx.derivative = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        (x,) = ctx.saved_tensors
+        return grads[0] * ctx.derivative(x), None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple, x: Tensor, f: Elementwise, derivative: Elementwise
+    ) -> tuple:
+        # Parameters of a row belong to the last dimension, so the mapped one goes to the front.
+        return _Pointwise.apply(x.movedim(in_dims[0], 0), f, derivative), 0
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Interval:
+    """The open interval (lower, upper); each end a number or a (K,) tensor.
+
+    >>> Interval(0.0, 1.0)
+    Interval(lower=0.0, upper=1.0)
+    """
+
+    lower: Parameter
+    upper: Parameter
+
+    def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Both ends as tensors with the dtype and device of `like`."""
+        return (
+            torch.as_tensor(self.lower, dtype=like.dtype, device=like.device),
+            torch.as_tensor(self.upper, dtype=like.dtype, device=like.device),
+        )
+
+    def contains(self, z: Tensor) -> Tensor:
+        """Elementwise: is z in the *closed* interval?
+
+        >>> Interval(0.0, 1.0).contains(torch.tensor([0.0, 0.5, 2.0]))
+        tensor([ True,  True, False])
+        """
+        lower, upper = self.bounds(z)
+        return (lower <= z) & (z <= upper)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Activation:
+    """One row of the table. All functions are elementwise torch functions.
+
+    >>> sigmoid.sigma(torch.tensor([0.0]))
+    tensor([0.5000])
+    >>> sigmoid.bregman(torch.tensor([1.0]), torch.tensor([0.5]))  # log 2
+    tensor([0.6931])
+    """
+
+    name: str
+    sigma: Elementwise
+    slope: Elementwise
+    phi: Elementwise
+    inverse: Elementwise
+    psi: Elementwise
+    range: Interval
+    form: "_Affine | None" = field(default=None, repr=False)
+
+    def output(self, u: Tensor) -> Tensor:
+        """σ(u) whose derivative is `slope`, which keeps its digits where σ has saturated.
+
+        >>> u = torch.tensor([40.0], dtype=torch.float64, requires_grad=True)
+        >>> sigmoid.output(u).backward()
+        >>> bool(u.grad > 0)  # torch.sigmoid gives 0 here
+        True
+        """
+        return _apply(self.sigma, self.slope, u)
+
+    def integral(self, u: Tensor) -> Tensor:
+        """φ(u) whose derivative is `output`.
+
+        >>> linear.integral(torch.tensor([2.0]))
+        tensor([2.])
+        """
+        return _apply(self.phi, self.output, u)
+
+    def divergence(self, y: Tensor, u: Tensor) -> Tensor:
+        """B(y‖σ(u)) elementwise, from the linear predictor u: ψ(y) − y·u + φ(u) ≥ 0.
+
+        >>> linear.divergence(torch.tensor([1.0]), torch.tensor([3.0]))
+        tensor([2.])
+        """
+        value = self.psi(y) - y * u + self.integral(u)
+        # Rounding can leave −1e-17 where y = σ(u); lift the value and keep its derivatives.
+        return value + value.detach().clamp(max=0).neg()
+
+    def bregman(self, z: Tensor, v: Tensor) -> Tensor:
+        """B(z‖v) elementwise, both arguments outputs (not linear predictors).
+
+        >>> exp.bregman(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
+        tensor([0., 0.])
+        """
+        u = self.inverse(v)
+        at_end = u.isinf()
+        inner = self.divergence(z, torch.where(at_end, torch.zeros_like(u), u))
+        beyond = torch.where(z == v, torch.zeros_like(inner), torch.full_like(inner, math.inf))
+        return torch.where(at_end, beyond, inner)
+
+
+def _apply(f: Elementwise, derivative: Elementwise, x: Tensor) -> Tensor:
+    result = _Pointwise.apply(x, f, derivative)
+    assert isinstance(result, Tensor)  # for the type checker: Function.apply is untyped
+    return result
+
+
+def _sigmoid_slope(u: Tensor) -> Tensor:
+    # Not s(1 − s): that is 0 from u = 37 on, where the slope is still 1e-16.
+    return torch.sigmoid(u) * torch.sigmoid(-u)
+
+
+def _softplus(u: Tensor) -> Tensor:
+    # torch's softplus switches to u at 20 and is wrong by 2e-9 there.
+    return -logsigmoid(-u)
+
+
+def _logit(z: Tensor) -> Tensor:
+    return torch.log(z) - torch.log1p(-z)
+
+
+def _sigmoid_psi(z: Tensor) -> Tensor:
+    return torch.xlogy(z, z) + torch.special.xlog1py(1 - z, -z)
+
+
+def _exp_psi(z: Tensor) -> Tensor:
+    return torch.xlogy(z, z) - z
+
+
+def _tanh_slope(u: Tensor) -> Tensor:
+    return 4 * _sigmoid_slope(2 * u)
+
+
+def _log_cosh(u: Tensor) -> Tensor:
+    return _softplus(2 * u) - u - math.log(2)
+
+
+def _tanh_psi(z: Tensor) -> Tensor:
+    return 0.5 * (torch.special.xlog1py(1 + z, z) + torch.special.xlog1py(1 - z, -z))
+
+
+def _identity(u: Tensor) -> Tensor:
+    return u.clone()
+
+
+def _half_square(u: Tensor) -> Tensor:
+    return 0.5 * u.square()
+
+
+exp = Activation(
+    name="exp",
+    sigma=torch.exp,
+    slope=torch.exp,
+    phi=torch.exp,
+    inverse=torch.log,
+    psi=_exp_psi,
+    range=Interval(0.0, math.inf),
+)
+sigmoid = Activation(
+    name="sigmoid",
+    sigma=torch.sigmoid,
+    slope=_sigmoid_slope,
+    phi=_softplus,
+    inverse=_logit,
+    psi=_sigmoid_psi,
+    range=Interval(0.0, 1.0),
+)
+tanh = Activation(
+    name="tanh",
+    sigma=torch.tanh,
+    slope=_tanh_slope,
+    phi=_log_cosh,
+    inverse=torch.atanh,
+    psi=_tanh_psi,
+    range=Interval(-1.0, 1.0),
+)
+linear = Activation(
+    name="linear",
+    sigma=_identity,
+    slope=torch.ones_like,
+    phi=_half_square,
+    inverse=_identity,
+    psi=_half_square,
+    range=Interval(-math.inf, math.inf),
+)
+
+
+# The soft rectified linear unit: its inverse has no closed form, so ψ and B are computed from a root.
+
+
+def _srlu_mean(u: Tensor, a: float, b: float) -> tuple[Tensor, Tensor, Tensor]:
+    # σ(u) = u·m with m = a·p + b·q the mean of a and b under p ∝ exp(au²/2), q ∝ exp(bu²/2)
+    x = 0.5 * (a - b) * u.square()
+    p, q = torch.sigmoid(x), torch.sigmoid(-x)
+    return a * p + b * q, p, q
+
+
+def _srlu_sigma(u: Tensor, a: float, b: float) -> Tensor:
+    return u * _srlu_mean(u, a, b)[0]
+
+
+def _srlu_slope(u: Tensor, a: float, b: float) -> Tensor:
+    mean, p, q = _srlu_mean(u, a, b)
+    return mean + ((a - b) * u).square() * p * q
+
+
+def _srlu_phi(u: Tensor, a: float, b: float) -> Tensor:
+    half = 0.5 * u.square()
+    return torch.logaddexp(a * half, b * half)
+
+
+def _srlu_root(z: Tensor, a: float, b: float) -> Tensor:
+    """u with σ(u) = z by Newton inside a bracket: m lies between (a + b)/2 and max(a, b)."""
+    target = z.abs()
+    low, high = target / max(a, b), target / (0.5 * (a + b))
+    u = high
+    for _ in range(100):
+        excess = _srlu_sigma(u, a, b) - target
+        low, high = torch.where(excess < 0, u, low), torch.where(excess > 0, u, high)
+        newton = u - excess / _srlu_slope(u, a, b)
+        inside = (low <= newton) & (newton <= high)
+        updated = torch.where(inside, newton, 0.5 * (low + high))
+        moved = (updated - u).abs() > torch.finfo(z.dtype).eps * u
+        u = torch.where(z.isinf(), target, updated)
+        if not bool(moved.any()):
+            break
+    return torch.copysign(u, z)
+
+
+def _srlu_inverse(z: Tensor, a: float, b: float) -> Tensor:
+    # Implicit function theorem: u'(z) = 1/σ'(u(z)).
+    return _apply(partial(_srlu_root, a=a, b=b), partial(_srlu_inverse_slope, a=a, b=b), z)
+
+
+def _srlu_inverse_slope(z: Tensor, a: float, b: float) -> Tensor:
+    return _srlu_slope(_srlu_inverse(z, a, b), a, b).reciprocal()
+
+
+def _srlu_legendre(z: Tensor, a: float, b: float) -> Tensor:
+    u = _srlu_root(z, a, b)
+    return z * u - _srlu_phi(u, a, b)
+
+
+def _srlu_psi(z: Tensor, a: float, b: float) -> Tensor:
+    # ψ' = u(z), by the definition of ψ.
+    return _apply(partial(_srlu_legendre, a=a, b=b), partial(_srlu_inverse, a=a, b=b), z)
+
+
+@lru_cache
+def srlu(a: float = 1.0, b: float = 0.0) -> Activation:
+    """The paper's soft rectified linear unit; φ(u) = log(e^{au²/2} + e^{bu²/2}), a and b ≥ 0.
+
+    >>> srlu(2.0, 2.0).sigma(torch.tensor([3.0]))  # a = b: the line a·u
+    tensor([6.])
+    """
+    if not (math.isfinite(a) and math.isfinite(b) and min(a, b) >= 0 and max(a, b) > 0):
+        raise ValueError(
+            f"srlu needs a ≥ 0 and b ≥ 0, not both 0, for φ to be convex; got a={a!r}, b={b!r}."
+        )
+    return Activation(
+        name="srlu",
+        sigma=partial(_srlu_sigma, a=a, b=b),
+        slope=partial(_srlu_slope, a=a, b=b),
+        phi=partial(_srlu_phi, a=a, b=b),
+        inverse=partial(_srlu_inverse, a=a, b=b),
+        psi=partial(_srlu_psi, a=a, b=b),
+        range=Interval(-math.inf, math.inf),
+    )
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "exp": exp,
+    "linear": linear,
+    "sigmoid": sigmoid,
+    "srlu": srlu(),
+    "tanh": tanh,
+}
+
+
+def resolve(activation: str | Activation) -> Activation:
+    """The row of that name, or the row itself.
+
+    >>> resolve("tanh").name
+    'tanh'
+    """
+    if isinstance(activation, Activation):
+        return activation
+    if not isinstance(activation, str):
+        raise TypeError(
+            f"activation must be a name or a taut.Activation; got {type(activation).__name__}."
+        )
+    if activation not in ACTIVATIONS:
+        near = difflib.get_close_matches(activation.lower(), ACTIVATIONS, n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(
+            f"unknown activation {activation!r}.{hint} Known: {', '.join(sorted(ACTIVATIONS))}."
+        )
+    return ACTIVATIONS[activation]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Affine:
+    """shift + scale·σ(u/temperature): the one form of bounded, weighted and tempered rows.
+
+    With p = (z − shift)/scale: φ → shift·u + scale·temperature·φ(u/temperature), u(z) →
+    temperature·u(p), ψ → scale·temperature·ψ(p). The form is closed under composition.
+    """
+
+    row: Activation
+    shift: Parameter = 0.0
+    scale: Parameter = 1.0
+    temperature: Parameter = 1.0
+
+    def _like(self, x: Tensor) -> tuple[Any, Any, Any]:
+        return tuple(
+            p.to(dtype=x.dtype, device=x.device) if isinstance(p, Tensor) else p
+            for p in (self.shift, self.scale, self.temperature)
+        )
+
+    def sigma(self, u: Tensor) -> Tensor:
+        shift, scale, temperature = self._like(u)
+        return shift + scale * self.row.sigma(u / temperature)
+
+    def slope(self, u: Tensor) -> Tensor:
+        _, scale, temperature = self._like(u)
+        return self.row.slope(u / temperature) * (scale / temperature)
+
+    def phi(self, u: Tensor) -> Tensor:
+        shift, scale, temperature = self._like(u)
+        return shift * u + scale * temperature * self.row.phi(u / temperature)
+
+    def inverse(self, z: Tensor) -> Tensor:
+        shift, scale, temperature = self._like(z)
+        return temperature * self.row.inverse((z - shift) / scale)
+
+    def psi(self, z: Tensor) -> Tensor:
+        shift, scale, temperature = self._like(z)
+        return scale * temperature * self.row.psi((z - shift) / scale)
+
+    def activation(self, name: str) -> Activation:
+        ends = (self.row.range.lower, self.row.range.upper)
+        lower, upper = (self.shift + self.scale * end for end in ends)
+        return Activation(
+            name,
+            self.sigma,
+            self.slope,
+            self.phi,
+            self.inverse,
+            self.psi,
+            Interval(lower, upper),
+            form=self,
+        )
+
+
+def _derive(
+    name: str, activation: str | Activation, shift: Any, scale: Any, temperature: Any
+) -> Activation:
+    activation = resolve(activation)
+    inner = activation.form or _Affine(activation)
+    return _Affine(
+        inner.row,
+        shift + scale * inner.shift,
+        scale * inner.scale,
+        temperature * inner.temperature,
+    ).activation(f"{name}({activation.name})")
+
+
+def _parameter(name: str, value: Any) -> Parameter:
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            raise ValueError(
+                f"{name} requires a gradient, and the projection has none for the parameters of "
+                f"its activation. Pass {name}.detach()."
+            )
+        if value.ndim > 1:
+            raise ValueError(f"{name} must be a number or a (K,) tensor; got {tuple(value.shape)}.")
+        value = value.to(torch.float64)
+        return value if value.ndim else value.item()
+    return float(value)
+
+
+def _all(condition: bool | Tensor) -> bool:
+    return bool(condition.all()) if isinstance(condition, Tensor) else condition
+
+
+def _positive(name: str, value: Any) -> Parameter:
+    parameter = _parameter(name, value)
+    if not _all((parameter > 0) & (parameter < math.inf)):
+        raise ValueError(f"{name} must be positive and finite everywhere; got {value!r}.")
+    return parameter
+
+
+def bounded(lower: float | Float[Tensor, "K"], upper: float | Float[Tensor, "K"]) -> Activation:
+    """A sigmoid onto (lower, upper): lower + (upper − lower)·sigmoid(u).
+
+    >>> bounded(-1.0, 3.0).sigma(torch.tensor([0.0]))
+    tensor([1.])
+    """
+    low, high = _parameter("lower", lower), _parameter("upper", upper)
+    width = high - low
+    if not _all((width > 0) & (width < math.inf)):
+        raise ValueError(
+            f"bounded needs finite lower < upper everywhere; got lower={lower!r}, upper={upper!r}. "
+            "For one open end use exp, for none use linear."
+        )
+    return _Affine(sigmoid, low, width).activation("bounded")
+
+
+def weighted(activation: str | Activation, weights: float | Float[Tensor, "K"]) -> Activation:
+    """d·σ(u), weights d > 0: for example design weights of a survey.
+
+    >>> weighted(exp, 2.0).sigma(torch.tensor([0.0]))
+    tensor([2.])
+    """
+    return _derive("weighted", activation, 0.0, _positive("weights", weights), 1.0)
+
+
+def tempered(activation: str | Activation, temperature: float | Float[Tensor, "K"]) -> Activation:
+    """σ(u/τ), temperature τ > 0: a small τ is a hard decision.
+
+    >>> tempered(linear, 0.5).sigma(torch.tensor([1.0]))
+    tensor([2.])
+    """
+    return _derive("tempered", activation, 0.0, 1.0, _positive("temperature", temperature))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Mixture:
+    """Rows applied to disjoint sets of coordinates, one call for each *kind* of row."""
+
+    rows: tuple[Activation, ...]
+    coordinates: tuple[Tensor, ...]
+    order: Tensor
+
+    def __call__(self, x: Tensor, function: str) -> Tensor:
+        if x.shape[-1] != len(self.order):
+            raise ValueError(
+                f"this mixed activation has {len(self.order)} coordinates; got a tensor of shape "
+                f"{tuple(x.shape)}, whose last dimension is {x.shape[-1]}."
+            )
+        parts = [
+            getattr(row, function)(x[..., index.to(x.device)])
+            for row, index in zip(self.rows, self.coordinates, strict=True)
+        ]
+        return torch.cat(parts, dim=-1)[..., self.order.to(x.device)]
+
+
+def mixed(activations: Sequence[str | Activation]) -> Activation:
+    """Each coordinate its own row.
+
+    >>> mixed(["exp", "linear"]).sigma(torch.tensor([0.0, 5.0]))
+    tensor([1., 5.])
+    """
+    if isinstance(activations, str) or len(activations) == 0:
+        raise ValueError(f"mixed needs one activation for each coordinate; got {activations!r}.")
+    forms = [a.form or _Affine(a) for a in map(resolve, activations)]
+    for k, form in enumerate(forms):
+        parameters = (form.shift, form.scale, form.temperature, form.row.range.lower)
+        if any(isinstance(p, Tensor) for p in parameters):
+            raise ValueError(
+                f"mixed: the activation of coordinate {k} is itself one for many coordinates; "
+                "give each coordinate a row with numbers of its own."
+            )
+    kinds: dict[Activation, list[int]] = {}
+    for k, form in enumerate(forms):
+        kinds.setdefault(form.row, []).append(k)
+    rows = tuple(_stack([forms[k] for k in members]) for members in kinds.values())
+    coordinates = tuple(torch.tensor(members) for members in kinds.values())
+    mixture = _Mixture(rows, coordinates, torch.argsort(torch.cat(coordinates)))
+    ends = torch.zeros(len(forms), dtype=torch.float64)
+    lower, upper = ends.clone(), ends.clone()
+    for row, index in zip(rows, coordinates, strict=True):
+        lower[index], upper[index] = row.range.bounds(ends)
+    functions = ("sigma", "slope", "phi", "inverse", "psi")
+    return Activation(
+        "mixed", *(partial(mixture, function=f) for f in functions), Interval(lower, upper)
+    )
+
+
+def _stack(forms: list[_Affine]) -> Activation:
+    row = forms[0].row
+    shift, scale, temperature = (
+        torch.tensor([getattr(form, name) for form in forms], dtype=torch.float64)
+        for name in ("shift", "scale", "temperature")
+    )
+    if bool(((shift == 0) & (scale == 1) & (temperature == 1)).all()):
+        return row
+    return _Affine(row, shift, scale, temperature).activation(row.name)

@@ -1,0 +1,101 @@
+"""Proofs that no solution exists.
+
+If z lies in the range of the activation, then (Aᵀλ)ᵀz ≤ Σ_k sup{y_k z : z in the range of k} with
+y = Aᵀλ. A λ for which bᵀλ exceeds that sum therefore proves that no such z has A z = b.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from taut.activations import Activation, Interval, resolve
+
+
+def support(y: Float[Tensor, "*batch K"], within: Interval) -> Float[Tensor, "*batch K"]:
+    """sup{y·z : z in the interval}, elementwise.
+
+    >>> support(torch.tensor([2.0, -3.0]), Interval(0.0, 1.0))
+    tensor([2., 0.])
+    """
+    lower, upper = within.bounds(y)
+    zero = torch.zeros_like(y)
+    # y = 0 gives 0 also where the range is unbounded (0·inf is NaN).
+    return torch.where(y > 0, y * upper, torch.where(y < 0, y * lower, zero))
+
+
+def certifies(
+    y: Float[Tensor, "*batch K"],
+    multipliers: Float[Tensor, "*batch I"],
+    b: Float[Tensor, "*batch I"],
+    activation: Activation,
+) -> Bool[Tensor, "*batch"]:
+    """The inequality in plain floating point, with a margin for its rounding; y = Aᵀλ."""
+    terms = support(y, activation.range)
+    products = b * multipliers
+    margin = 64 * torch.finfo(y.dtype).eps * (terms.abs().sum(-1) + products.abs().sum(-1))
+    return products.sum(-1) > terms.sum(-1) + margin
+
+
+def is_certificate(
+    multipliers: Float[Tensor, "*batch I"],
+    A: Float[Tensor, "*A_batch I K"],
+    b: Float[Tensor, "*b_batch I"],
+    activation: str | Activation,
+) -> Bool[Tensor, "*batch"]:
+    """Does λ prove that no z in the range of the activation has A z = b?
+
+    Rounding is on the safe side: True is a proof for the numbers given, in exact arithmetic.
+    False says only that this λ proves nothing.
+
+    >>> A, b = torch.ones(1, 2), torch.tensor([3.0])  # two numbers below 1 cannot sum to 3
+    >>> is_certificate(torch.tensor([1.0]), A, b, "sigmoid")
+    tensor(True)
+    """
+    multipliers, A, b = (x.detach().double() for x in (multipliers, A, b))
+    rows = A.shape[-2]
+    y, error = _exact_dot(
+        [(A[..., i, :], multipliers[..., i, None]) for i in range(rows)], multipliers
+    )
+    interval = resolve(activation).range
+    terms = torch.maximum(support(y - error, interval), support(y + error, interval))
+    gain, doubt = _exact_dot([(b[..., i], multipliers[..., i]) for i in range(rows)], multipliers)
+    total = terms.sum(-1)
+    slack = (terms.shape[-1] + 4) * torch.finfo(y.dtype).eps * terms.abs().sum(-1)
+    return gain - doubt > total + slack
+
+
+def _exact_dot(pairs: list[tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ xy and a bound on its error that is 0 when no product or sum was rounded."""
+    total = like.new_zeros(())
+    lost = like.new_zeros(())
+    bound = like.new_zeros(())
+    for x, y in pairs:
+        product, rounding = _two_product(x, y)
+        total, carry = _two_sum(total, product)
+        lost = lost + (rounding + carry)
+        bound = bound + rounding.abs() + carry.abs()
+    result, rest = _two_sum(total, lost)
+    eps = torch.finfo(like.dtype).eps
+    tiny = torch.finfo(like.dtype).tiny
+    underflow = (bound > 0) * (4 * len(pairs) * tiny)
+    return result, rest.abs() + (2 * len(pairs) + 4) * eps * bound + underflow
+
+
+def _two_sum(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x + y as a rounded sum and its rounding error (Knuth)."""
+    total = x + y
+    part = total - x
+    return total, (x - (total - part)) + (y - part)
+
+
+def _two_product(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x·y as a rounded product and its rounding error (Dekker, Veltkamp's splitting)."""
+    product = x * y
+    (x1, x2), (y1, y2) = _split(x), _split(y)
+    return product, ((x1 * y1 - product) + x1 * y2 + x2 * y1) + x2 * y2
+
+
+def _split(x: Tensor) -> tuple[Tensor, Tensor]:
+    scaled = x * 134217729.0  # 2²⁷ + 1
+    high = scaled - (scaled - x)
+    return high, x - high

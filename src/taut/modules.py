@@ -1,0 +1,180 @@
+"""Thin nn.Modules over `project`: the Lagrange units of the paper as layers."""
+
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from taut.activations import Activation, resolve
+from taut.projection import OnFailure, prepare, project_prepared, validate
+from taut.rows import Rows
+from taut.solution import Solution
+from taut.solvers import Newton, Solver
+
+
+@final
+class Projection(nn.Module):
+    """The last layer of a constrained network: v → z with A z = b.
+
+    A, and b if given here, are buffers: they move with `.to()` and are in the `state_dict`.
+    A b given to `forward` or `solve` goes before the one given here.
+
+    >>> layer = Projection(torch.ones(1, 3), b=torch.ones(1), activation="exp")
+    >>> layer(torch.tensor([[1.0, 2.0, 3.0]]))
+    tensor([[0.0900, 0.2447, 0.6652]])
+    """
+
+    A: Tensor
+    b: Tensor | None
+
+    def __init__(
+        self,
+        A: Float[Tensor, "*batch I K"],
+        b: Float[Tensor, "*batch I"] | None = None,
+        *,
+        activation: str | Activation = "linear",
+        solver: Solver = Newton(),
+        on_failure: OnFailure = "raise",
+    ):
+        super().__init__()
+        self.register_buffer("A", A.detach().clone())
+        self.register_buffer("b", None if b is None else b.detach().clone())
+        self.activation = resolve(activation)
+        self.solver = solver
+        self.on_failure: OnFailure = on_failure
+        self._analysed: tuple[Any, Rows] | None = None
+
+    def forward(
+        self, v: Float[Tensor, "*batch K"], b: Float[Tensor, "*b_batch I"] | None = None
+    ) -> Float[Tensor, "*batch K"]:
+        """z alone."""
+        return self.solve(v, b).z
+
+    def solve(
+        self,
+        v: Float[Tensor, "*batch K"],
+        b: Float[Tensor, "*b_batch I"] | None = None,
+        init: Float[Tensor, "*batch I"] | None = None,
+    ) -> Solution:
+        """The whole `Solution`; `init` starts the multipliers, for example from a memory."""
+        b = self.b if b is None else b
+        if b is None:
+            raise ValueError(
+                "this Projection has no b of its own: pass one, layer(v, b), or give it at "
+                "construction, Projection(A, b)."
+            )
+        validate(v, self.A, b, init, self.on_failure)
+        return project_prepared(
+            v, self.A, b, self._rows(), self.activation, self.solver, init, self.on_failure
+        )
+
+    def _rows(self) -> Rows:
+        # What is known of A is worked out once, and again only when A has been moved or changed.
+        A = self.A
+        key = (id(A), A.data_ptr(), A.dtype, A.device, None if A.is_inference() else A._version)
+        if self._analysed is None or self._analysed[0] != key:
+            self._analysed = (key, prepare(A))
+        return self._analysed[1]
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_analysed": None}
+
+    def extra_repr(self) -> str:
+        shape = tuple(self.A.shape)
+        return f"A={shape}, activation={self.activation.name!r}, solver={self.solver}"
+
+
+@final
+class LagrangeMemory(nn.Module):
+    """The multipliers of every training sample, kept across epochs; starts at 0.
+
+    Reading and storing go by sample index, as a shuffled `DataLoader` gives it. The table is a
+    buffer, so it is in the `state_dict`. Samples that did not converge are not stored.
+
+    >>> memory = LagrangeMemory(num_samples=100, num_constraints=2)
+    >>> memory[torch.tensor([3, 1])].shape
+    torch.Size([2, 2])
+    """
+
+    multipliers: Tensor
+
+    def __init__(self, num_samples: int, num_constraints: int):
+        super().__init__()
+        if num_samples < 0 or num_constraints < 0:
+            raise ValueError(
+                f"sizes must not be negative; got {num_samples} samples, "
+                f"{num_constraints} constraints."
+            )
+        self.register_buffer("multipliers", torch.zeros(num_samples, num_constraints))
+
+    def __getitem__(self, index: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch I"]:
+        return self.multipliers[self._checked(index)]
+
+    def __len__(self) -> int:
+        return len(self.multipliers)
+
+    def store(self, index: Int[Tensor, "*batch"], solution: Solution) -> None:
+        """Keep the multipliers of `solution` for the samples at `index`."""
+        index = self._checked(index)
+        found = solution.multipliers.detach()
+        if found.shape != (*index.shape, self.multipliers.shape[-1]):
+            raise ValueError(
+                f"index {tuple(index.shape)} and multipliers {tuple(found.shape)} do not belong "
+                f"together in a memory of {tuple(self.multipliers.shape)}."
+            )
+        usable = found.isfinite().all(-1) & (solution.status <= 1)
+        self.multipliers[index[usable]] = found[usable].to(self.multipliers.dtype)
+
+    def _checked(self, index: Tensor) -> Tensor:
+        index = torch.as_tensor(index, device=self.multipliers.device)
+        if index.is_floating_point() or index.dtype == torch.bool:
+            raise TypeError(f"index must hold integers; got {index.dtype}.")
+        if index.numel() and (int(index.min()) < 0 or int(index.max()) >= len(self)):
+            raise IndexError(
+                f"sample indices must lie in 0 … {len(self) - 1}; got "
+                f"{int(index.min())} … {int(index.max())}."
+            )
+        return index.long()
+
+
+@final
+class LagrangeHead(nn.Module):
+    """Lagrange units predicted from lower layers: (v, λ) from features, u = v + Aᵀλ.
+
+    The paper's units "coupled by standard means to lower layers": for use where b is not known
+    at test time, trained with `bregman_loss`; or, where it is, as the start of an exact solve.
+
+    >>> head = LagrangeHead(8, torch.ones(1, 3), activation="sigmoid")
+    >>> v, multipliers = head(torch.zeros(5, 8))
+    >>> head.predictor(v, multipliers).shape
+    torch.Size([5, 3])
+    """
+
+    A: Tensor
+
+    def __init__(
+        self, in_features: int, A: Float[Tensor, "I K"], activation: str | Activation = "linear"
+    ):
+        super().__init__()
+        if A.ndim != 2:
+            raise ValueError(
+                f"LagrangeHead needs one A for all samples, (I, K); got {tuple(A.shape)}."
+            )
+        self.register_buffer("A", A.detach().clone())
+        self.activation = resolve(activation)
+        rows, columns = A.shape
+        self.linear = nn.Linear(in_features, columns).to(A.dtype)
+        self.lagrange = nn.Linear(in_features, rows).to(A.dtype)
+
+    def forward(
+        self, x: Float[Tensor, "*batch J"]
+    ) -> tuple[Float[Tensor, "*batch K"], Float[Tensor, "*batch I"]]:
+        """The free predictor v and the predicted multipliers λ."""
+        return self.linear(x), self.lagrange(x)
+
+    def predictor(
+        self, v: Float[Tensor, "*batch K"], multipliers: Float[Tensor, "*batch I"]
+    ) -> Float[Tensor, "*batch K"]:
+        """u = v + Aᵀλ; σ(u) is the output, `bregman_loss(u, y, activation)` the loss."""
+        return v + multipliers @ self.A

@@ -1,0 +1,142 @@
+"""Which rows of A are independent, and how well they pin z down.
+
+Newton's system A diag(w) Aᵀ is solved after scaling it to a unit diagonal, so rows of very
+different size are no trouble. Redundant rows are, and so are rows that are nearly so. They are
+found here once, before the first iteration:
+
+- *redundant* rows (in the span of the others to rounding) are left out of the system;
+- *nearly redundant* rows: the system is formed with orthonormal rows Q = T A instead of A.
+"""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from taut.linear import BatchedMap, DenseMap, LinearMap, dense_map
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows Newton works with. Leading dimensions are (), or (N,) when each sample has its A.
+
+    `basis` is the map of Q; with `transform` None, Q is A itself. Rows in `left_out` take no part.
+    """
+
+    basis: LinearMap
+    left_out: Bool[Tensor, "*n I"]
+    transform: Float[Tensor, "*n I I"] | None
+    projector: Float[Tensor, "*n I I"] | None
+    condition: Float[Tensor, "*n"]
+
+    def restrict(self, residual: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        """T r: the residual of Q z = T b."""
+        if self.transform is None:
+            return residual.masked_fill(self.left_out, 0)
+        return _transform(residual, self.transform)
+
+    def enter(self, A: LinearMap, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        """Multipliers of Q from those of A."""
+        return multipliers if self.transform is None else self.basis.apply(A.adjoint(multipliers))
+
+    def leave(self, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        """Multipliers of A from those of Q; of the many that redundant rows allow, the smallest."""
+        if self.transform is not None:
+            multipliers = _transform(multipliers, self.transform.mT)
+        return multipliers if self.projector is None else _transform(multipliers, self.projector)
+
+    def rows(self, index: Tensor) -> "Rows":
+        """The samples at `index`."""
+        if self.left_out.ndim == 1:
+            return self
+        return Rows(
+            self.basis.rows(index),
+            self.left_out[index],
+            None if self.transform is None else self.transform[index],
+            None if self.projector is None else self.projector[index],
+            self.condition[index],
+        )
+
+
+def _transform(x: Tensor, matrix: Tensor) -> Tensor:
+    if matrix.ndim == 2:
+        return DenseMap(matrix).apply(x)
+    return BatchedMap(matrix).apply(x)
+
+
+def analyse(A: Float[Tensor, "*n I K"]) -> Rows:
+    """Look at the rows of a dense A, (I, K) or (N, I, K), which must be finite."""
+    norms = A.norm(dim=-1, keepdim=True)
+    unit = A / norms.where(norms > 0, 1)
+    eps = torch.finfo(A.dtype).eps
+    factor, info = torch.linalg.cholesky_ex(unit @ unit.mT)
+    pivots = factor.diagonal(dim1=-2, dim2=-1)
+    # A pivot is the distance of a unit row to the span of those before it. Below eps^⅓ the
+    # square of the condition number starts to cost Newton its quadratic convergence.
+    good = (info == 0) & (pivots > eps ** (1 / 3)).all(-1)
+    smallest = pivots.amin(-1) if pivots.shape[-1] else torch.ones_like(A[..., 0, 0])
+    left_out = torch.zeros(A.shape[:-1], dtype=torch.bool, device=A.device)
+    if bool(good.all()):
+        return Rows(dense_map(A), left_out, None, None, smallest.reciprocal())
+    return _orthonormalise(A, unit, norms)
+
+
+def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor) -> Rows:
+    """Gram–Schmidt with row pivoting, carried out on [unit A | T] so that Q = T A on the left."""
+    *batch, rows, columns = A.shape
+    eps = torch.finfo(A.dtype).eps
+    scale = torch.diag_embed(norms.where(norms > 0, 1).reciprocal().squeeze(-1))
+    rest = torch.cat([unit, scale], dim=-1).reshape(-1, rows, columns + rows)
+    basis = torch.zeros_like(rest)
+    distance = torch.zeros(rest.shape[:2], dtype=A.dtype, device=A.device)
+    chosen = torch.zeros_like(distance, dtype=torch.bool)
+    each = torch.arange(len(rest), device=A.device)
+    for _ in range(min(rows, columns)):
+        lengths = rest[..., :columns].norm(dim=-1).masked_fill(chosen, -1)
+        length, pivot = lengths.max(-1)
+        live = length > 8 * eps * (columns**0.5)
+        row = rest[each, pivot]
+        for _ in range(2):  # twice is enough to be orthogonal to rounding
+            overlap = (basis[..., :columns] @ row[:, :columns, None]).mT
+            row = row - (overlap @ basis).squeeze(-2)
+        row = row / row[:, :columns].norm(dim=-1, keepdim=True)
+        row = torch.where(live[:, None], row, torch.zeros_like(row))
+        basis[each, pivot] = row
+        distance[each, pivot] = torch.where(live, length, distance[each, pivot])
+        chosen[each, pivot] = True
+        overlap = rest[..., :columns] @ row[:, :columns, None]
+        rest = rest - overlap * row[:, None, :]
+    basis, distance = basis.reshape(*batch, rows, -1), distance.reshape(*batch, rows)
+    kept = distance > 0
+    smallest = distance.where(kept, torch.ones_like(distance)).amin(-1)
+    transform = basis[..., columns:]
+    # Q = T A recomputed, so that the two agree to rounding.
+    orthonormal = transform @ A
+    projector = None if bool(kept.all()) else _range_projector(A, orthonormal)
+    good = smallest > eps ** (1 / 3)
+    if bool(good.all()):
+        return Rows(dense_map(A), ~kept, None, projector, smallest.reciprocal())
+    # A good sample keeps its own rows: products with the identity are exact, so its neighbours
+    # change none of its bits.
+    good = good[..., None, None]
+    identity = torch.eye(rows, dtype=A.dtype, device=A.device) * kept[..., None, :]
+    return Rows(
+        dense_map(torch.where(good, A, orthonormal)),
+        ~kept,
+        torch.where(good, identity, transform),
+        projector,
+        smallest.reciprocal(),
+    )
+
+
+def _range_projector(A: Tensor, orthonormal: Tensor) -> Tensor:
+    # range(A) = range(A Qᵀ), whose non-zero columns are independent.
+    left, singular, _ = torch.linalg.svd(A @ orthonormal.mT)
+    cutoff = singular.amax(-1, keepdim=True) * torch.finfo(A.dtype).eps * A.shape[-1]
+    live = singular > cutoff
+    left = left * live.to(A.dtype).unsqueeze(-2)
+    identity = torch.eye(A.shape[-2], dtype=A.dtype, device=A.device)
+    return torch.where(live.all(-1)[..., None, None], identity, left @ left.mT)
