@@ -1,5 +1,8 @@
 # `make` lists the targets. Everything runs in .venv, which is made on first use.
-PYTHON ?= 10000
+PYTHON ?= python3
+# pytest processes: 0 is none besides the main one. Worth raising once the suite outlasts their start.
+WORKERS ?= 0
+N ?= 10000
 ARGS ?=
 
 BIN := .venv/bin

@@ -9,8 +9,8 @@ A new activation is one more `Activation(...)`; put it in `ACTIVATIONS` and ever
 
 import difflib
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any, final
 
@@ -19,130 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-Elementwise = Callable[[Tensor], Tensor]
-Parameter = float | Tensor  # a number, or one number for each coordinate: shape (K,)
-
-
-@final
-class _Pointwise(torch.autograd.Function):
-    """y = f(x) elementwise, with the derivative written down instead of traced."""
-
-    @staticmethod
-    def forward(x: Tensor, f: Elementwise, derivative: Elementwise) -> Tensor:
-        return f(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.save_for_backward(inputs[0])
-        ctx.derivative = inputs[2]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        (x,) = ctx.saved_tensors
-        return grads[0] * ctx.derivative(x), None, None
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple, x: Tensor, f: Elementwise, derivative: Elementwise
-    ) -> tuple:
-        # Parameters of a row belong to the last dimension, so the mapped one goes to the front.
-        return _Pointwise.apply(x.movedim(in_dims[0], 0), f, derivative), 0
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Interval:
-    """The open interval (lower, upper); each end a number or a (K,) tensor.
-
-    >>> Interval(0.0, 1.0)
-    Interval(lower=0.0, upper=1.0)
-    """
-
-    lower: Parameter
-    upper: Parameter
-
-    def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Both ends as tensors with the dtype and device of `like`."""
-        return (
-            torch.as_tensor(self.lower, dtype=like.dtype, device=like.device),
-            torch.as_tensor(self.upper, dtype=like.dtype, device=like.device),
-        )
-
-    def contains(self, z: Tensor) -> Tensor:
-        """Elementwise: is z in the *closed* interval?
-
-        >>> Interval(0.0, 1.0).contains(torch.tensor([0.0, 0.5, 2.0]))
-        tensor([ True,  True, False])
-        """
-        lower, upper = self.bounds(z)
-        return (lower <= z) & (z <= upper)
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Activation:
-    """One row of the table. All functions are elementwise torch functions.
-
-    >>> sigmoid.sigma(torch.tensor([0.0]))
-    tensor([0.5000])
-    >>> sigmoid.bregman(torch.tensor([1.0]), torch.tensor([0.5]))  # log 2
-    tensor([0.6931])
-    """
-
-    name: str
-    sigma: Elementwise
-    slope: Elementwise
-    phi: Elementwise
-    inverse: Elementwise
-    psi: Elementwise
-    range: Interval
-    form: "_Affine | None" = field(default=None, repr=False)
-
-    def output(self, u: Tensor) -> Tensor:
-        """σ(u) whose derivative is `slope`, which keeps its digits where σ has saturated.
-
-        >>> u = torch.tensor([40.0], dtype=torch.float64, requires_grad=True)
-        >>> sigmoid.output(u).backward()
-        >>> bool(u.grad > 0)  # torch.sigmoid gives 0 here
-        True
-        """
-        return _apply(self.sigma, self.slope, u)
-
-    def integral(self, u: Tensor) -> Tensor:
-        """φ(u) whose derivative is `output`.
-
-        >>> linear.integral(torch.tensor([2.0]))
-        tensor([2.])
-        """
-        return _apply(self.phi, self.output, u)
-
-    def divergence(self, y: Tensor, u: Tensor) -> Tensor:
-        """B(y‖σ(u)) elementwise, from the linear predictor u: ψ(y) − y·u + φ(u) ≥ 0.
-
-        >>> linear.divergence(torch.tensor([1.0]), torch.tensor([3.0]))
-        tensor([2.])
-        """
-        value = self.psi(y) - y * u + self.integral(u)
-        # Rounding can leave −1e-17 where y = σ(u); lift the value and keep its derivatives.
-        return value + value.detach().clamp(max=0).neg()
-
-    def bregman(self, z: Tensor, v: Tensor) -> Tensor:
-        """B(z‖v) elementwise, both arguments outputs (not linear predictors).
-
-        >>> exp.bregman(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0]))
-        tensor([0., 0.])
-        """
-        u = self.inverse(v)
-        at_end = u.isinf()
-        inner = self.divergence(z, torch.where(at_end, torch.zeros_like(u), u))
-        beyond = torch.where(z == v, torch.zeros_like(inner), torch.full_like(inner, math.inf))
-        return torch.where(at_end, beyond, inner)
-
-
-def _apply(f: Elementwise, derivative: Elementwise, x: Tensor) -> Tensor:
-    result = _Pointwise.apply(x, f, derivative)
-    assert isinstance(result, Tensor)  # for the type checker: Function.apply is untyped
-    return result
+from taut.activation import Activation, Affine, Interval, Parameter, pointwise
 
 
 def _sigmoid_slope(u: Tensor) -> Tensor:
@@ -225,7 +102,7 @@ linear = Activation(
 )
 
 
-# The soft rectified linear unit: its inverse has no closed form, so ψ and B are computed from a root.
+# The soft rectified linear unit: its inverse has no closed form, so ψ and B come from a root.
 
 
 def _srlu_mean(u: Tensor, a: float, b: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,7 +146,7 @@ def _srlu_root(z: Tensor, a: float, b: float) -> Tensor:
 
 def _srlu_inverse(z: Tensor, a: float, b: float) -> Tensor:
     # Implicit function theorem: u'(z) = 1/σ'(u(z)).
-    return _apply(partial(_srlu_root, a=a, b=b), partial(_srlu_inverse_slope, a=a, b=b), z)
+    return pointwise(partial(_srlu_root, a=a, b=b), partial(_srlu_inverse_slope, a=a, b=b), z)
 
 
 def _srlu_inverse_slope(z: Tensor, a: float, b: float) -> Tensor:
@@ -283,7 +160,7 @@ def _srlu_legendre(z: Tensor, a: float, b: float) -> Tensor:
 
 def _srlu_psi(z: Tensor, a: float, b: float) -> Tensor:
     # ψ' = u(z), by the definition of ψ.
-    return _apply(partial(_srlu_legendre, a=a, b=b), partial(_srlu_inverse, a=a, b=b), z)
+    return pointwise(partial(_srlu_legendre, a=a, b=b), partial(_srlu_inverse, a=a, b=b), z)
 
 
 @lru_cache
@@ -338,67 +215,12 @@ def resolve(activation: str | Activation) -> Activation:
     return ACTIVATIONS[activation]
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class _Affine:
-    """shift + scale·σ(u/temperature): the one form of bounded, weighted and tempered rows.
-
-    With p = (z − shift)/scale: φ → shift·u + scale·temperature·φ(u/temperature), u(z) →
-    temperature·u(p), ψ → scale·temperature·ψ(p). The form is closed under composition.
-    """
-
-    row: Activation
-    shift: Parameter = 0.0
-    scale: Parameter = 1.0
-    temperature: Parameter = 1.0
-
-    def _like(self, x: Tensor) -> tuple[Any, Any, Any]:
-        return tuple(
-            p.to(dtype=x.dtype, device=x.device) if isinstance(p, Tensor) else p
-            for p in (self.shift, self.scale, self.temperature)
-        )
-
-    def sigma(self, u: Tensor) -> Tensor:
-        shift, scale, temperature = self._like(u)
-        return shift + scale * self.row.sigma(u / temperature)
-
-    def slope(self, u: Tensor) -> Tensor:
-        _, scale, temperature = self._like(u)
-        return self.row.slope(u / temperature) * (scale / temperature)
-
-    def phi(self, u: Tensor) -> Tensor:
-        shift, scale, temperature = self._like(u)
-        return shift * u + scale * temperature * self.row.phi(u / temperature)
-
-    def inverse(self, z: Tensor) -> Tensor:
-        shift, scale, temperature = self._like(z)
-        return temperature * self.row.inverse((z - shift) / scale)
-
-    def psi(self, z: Tensor) -> Tensor:
-        shift, scale, temperature = self._like(z)
-        return scale * temperature * self.row.psi((z - shift) / scale)
-
-    def activation(self, name: str) -> Activation:
-        ends = (self.row.range.lower, self.row.range.upper)
-        lower, upper = (self.shift + self.scale * end for end in ends)
-        return Activation(
-            name,
-            self.sigma,
-            self.slope,
-            self.phi,
-            self.inverse,
-            self.psi,
-            Interval(lower, upper),
-            form=self,
-        )
-
-
 def _derive(
     name: str, activation: str | Activation, shift: Any, scale: Any, temperature: Any
 ) -> Activation:
     activation = resolve(activation)
-    inner = activation.form or _Affine(activation)
-    return _Affine(
+    inner = activation.form or Affine(activation)
+    return Affine(
         inner.row,
         shift + scale * inner.shift,
         scale * inner.scale,
@@ -444,7 +266,7 @@ def bounded(lower: float | Float[Tensor, "K"], upper: float | Float[Tensor, "K"]
             f"bounded needs finite lower < upper everywhere; got lower={lower!r}, upper={upper!r}. "
             "For one open end use exp, for none use linear."
         )
-    return _Affine(sigmoid, low, width).activation("bounded")
+    return Affine(sigmoid, low, width).activation("bounded")
 
 
 def weighted(activation: str | Activation, weights: float | Float[Tensor, "K"]) -> Activation:
@@ -495,7 +317,7 @@ def mixed(activations: Sequence[str | Activation]) -> Activation:
     """
     if isinstance(activations, str) or len(activations) == 0:
         raise ValueError(f"mixed needs one activation for each coordinate; got {activations!r}.")
-    forms = [a.form or _Affine(a) for a in map(resolve, activations)]
+    forms = [a.form or Affine(a) for a in map(resolve, activations)]
     for k, form in enumerate(forms):
         parameters = (form.shift, form.scale, form.temperature, form.row.range.lower)
         if any(isinstance(p, Tensor) for p in parameters):
@@ -513,13 +335,18 @@ def mixed(activations: Sequence[str | Activation]) -> Activation:
     lower, upper = ends.clone(), ends.clone()
     for row, index in zip(rows, coordinates, strict=True):
         lower[index], upper[index] = row.range.bounds(ends)
-    functions = ("sigma", "slope", "phi", "inverse", "psi")
     return Activation(
-        "mixed", *(partial(mixture, function=f) for f in functions), Interval(lower, upper)
+        name="mixed",
+        sigma=partial(mixture, function="sigma"),
+        slope=partial(mixture, function="slope"),
+        phi=partial(mixture, function="phi"),
+        inverse=partial(mixture, function="inverse"),
+        psi=partial(mixture, function="psi"),
+        range=Interval(lower, upper),
     )
 
 
-def _stack(forms: list[_Affine]) -> Activation:
+def _stack(forms: list[Affine]) -> Activation:
     row = forms[0].row
     shift, scale, temperature = (
         torch.tensor([getattr(form, name) for form in forms], dtype=torch.float64)
@@ -527,4 +354,4 @@ def _stack(forms: list[_Affine]) -> Activation:
     )
     if bool(((shift == 0) & (scale == 1) & (temperature == 1)).all()):
         return row
-    return _Affine(row, shift, scale, temperature).activation(row.name)
+    return Affine(row, shift, scale, temperature).activation(row.name)

@@ -8,14 +8,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from taut.activations import Activation, Interval, resolve
+from taut.activation import Activation, Interval
+from taut.activations import resolve
 
 
 def support(y: Float[Tensor, "*batch K"], within: Interval) -> Float[Tensor, "*batch K"]:
     """sup{y·z : z in the interval}, elementwise.
 
-    >>> support(torch.tensor([2.0, -3.0]), Interval(0.0, 1.0))
-    tensor([2., 0.])
+    >>> support(torch.tensor([2.0, -3.0]), Interval(-1.0, 1.0))
+    tensor([2., 3.])
     """
     lower, upper = within.bounds(y)
     zero = torch.zeros_like(y)

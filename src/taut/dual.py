@@ -11,7 +11,7 @@ from typing import final
 from jaxtyping import Float
 from torch import Tensor
 
-from taut.activations import Activation
+from taut.activation import Activation
 from taut.linear import LinearMap
 
 

@@ -20,9 +20,9 @@ def solve_gram(
     smallest multiple of the identity that makes it positive definite is added.
 
     >>> from taut.linear import DenseMap
-    >>> A, w = DenseMap(torch.ones(1, 2)), torch.ones(1, 2)
+    >>> A, w = DenseMap(torch.ones(1, 4)), torch.ones(1, 4)
     >>> solve_gram(A, w, torch.tensor([[4.0]]), torch.tensor([False]))
-    tensor([[2.]])
+    tensor([[1.]])
     """
     tiny = torch.finfo(w.dtype).tiny
     # Slopes that have underflowed would make the matrix zero; the floor keeps a direction in it.

@@ -6,7 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from taut.activations import Activation, resolve
+from taut.activation import Activation
+from taut.activations import resolve
 from taut.projection import OnFailure, prepare, project_prepared, validate
 from taut.rows import Rows
 from taut.solution import Solution

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from taut.activations import Activation, resolve
+from taut.activation import Activation
+from taut.activations import resolve
 from taut.dual import Dual
 from taut.factor import solve_gram
 from taut.linear import dense_map
@@ -82,7 +83,7 @@ def _largest(residual: Tensor) -> Tensor:
 
 def _is_transformed(x: Tensor) -> bool:
     """Is x seen through torch.func (vmap, grad), so that its values cannot be looked at?"""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
 
 
 @final
@@ -167,10 +168,8 @@ class _Multipliers(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
-        v, A, b, init, task = args
-        v, b, init = (
-            _lead(x, d, info.batch_size) for x, d in zip((v, b, init), (in_dims[0], *in_dims[2:4]))
-        )
+        A, task = args[1], args[4]
+        v, b, init = (_lead(args[i], in_dims[i], info.batch_size) for i in (0, 2, 3))
         A, task = _lead_map(A, in_dims[1], v, task)
         outputs = _Multipliers.apply(v, A, b, init, task)
         return outputs, (0, 0, 0, 0)
@@ -246,6 +245,7 @@ def _lead_map(A: Tensor, dim: int | None, v: Tensor, task: _Task) -> tuple[Tenso
 
 
 def validate(v: Any, A: Any, b: Any, init: Any, on_failure: str) -> None:
+    """Refuse what cannot be a problem, and say what was received."""
     given = {"v": v, "A": A, "b": b} | ({} if init is None else {"init": init})
     for name, x in given.items():
         if not isinstance(x, Tensor):
@@ -284,11 +284,11 @@ def _validate_shapes(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None) -> No
         )
     if A.ndim > 2 and A.shape[:-2] != batch:
         raise ValueError(
-            f"A with more than two dimensions needs the batch dimensions of v, {tuple(batch)}; {shapes}."
+            f"A for each sample must have the batch dimensions of v, {tuple(batch)}; {shapes}."
         )
     if b.shape not in ((rows,), (*batch, rows)):
         raise ValueError(
-            f"b must be (I,) or (*batch, I) = {(*batch, rows)}, one entry for each row of A; {shapes}."
+            f"b must be (I,) or (*batch, I) = {(*batch, rows)}, an entry per row of A; {shapes}."
         )
     if init is not None and init.shape not in ((rows,), (*batch, rows)):
         raise ValueError(

@@ -25,8 +25,14 @@ class Status(IntEnum):
     INCONSISTENT = 3
     NONFINITE = 4
 
+    @classmethod
+    def _missing_(cls, value: object) -> "Status | None":
+        # Status(solution.status[3]) is what one writes first.
+        return cls(value.item()) if isinstance(value, Tensor) and value.numel() == 1 else None
+
     @property
     def message(self) -> str:
+        """What happened, and what to try."""
         return _MESSAGES[self]
 
 
@@ -60,7 +66,7 @@ class Solution:
 
     `z`, `multipliers` and `u` carry gradients to v, A and b. `residual` is max_i |A z − b|_i.
 
-    >>> import taut
+    >>> import torch, taut
     >>> v, A, b = torch.zeros(3), torch.ones(1, 3), torch.tensor([1.0])
     >>> solution = taut.project(v, A, b, activation="exp")
     >>> solution.z, solution.converged
@@ -89,6 +95,7 @@ class Solution:
 def tally(status: Tensor) -> dict[Status, int]:
     """How many samples have each status, the frequent ones first.
 
+    >>> import torch
     >>> tally(torch.tensor([0, 0, 2]))
     {<Status.CONVERGED: 0>: 2, <Status.INFEASIBLE: 2>: 1}
     """
@@ -101,9 +108,10 @@ def tally(status: Tensor) -> dict[Status, int]:
 class SolveError(RuntimeError):
     """Some samples did not converge; the message names them and says what to try.
 
-    >>> import taut
+    >>> import torch, taut
+    >>> A, b = torch.ones(1, 2), torch.tensor([3.0])
     >>> try:
-    ...     taut.project(torch.zeros(2), torch.ones(1, 2), torch.tensor([3.0]), activation="sigmoid")
+    ...     taut.project(torch.zeros(2), A, b, activation="sigmoid")
     ... except taut.SolveError as error:
     ...     print(error.status)
     tensor(2)

@@ -115,7 +115,7 @@ class Newton(Solver):
 
     >>> import taut
     >>> A, b = torch.ones(1, 3), torch.tensor([2.0])
-    >>> taut.project(torch.zeros(3), A, b, activation="sigmoid", solver=Newton(tol=1e-3)).z
+    >>> taut.project(torch.zeros(3), A, b, activation="sigmoid", solver=Newton(tol=1e-6)).z
     tensor([0.6667, 0.6667, 0.6667])
     """
 
