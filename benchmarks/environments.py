@@ -1,0 +1,70 @@
+"""Make the peers' virtual environments, with pinned versions, under ``benchmarks/.envs``.
+
+Peers disagree about their dependencies (qpth wants an older NumPy), and none of them belongs among
+the dependencies of ``taut``, so each group gets its own environment::
+
+    python environments.py               # all of them
+    python environments.py cvxpylayers   # one
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ENVIRONMENTS = HERE / ".envs"
+
+_COMMON = ["numpy==2.4.6", "scipy==1.17.1"]
+TORCH = "torch==2.13.0"
+PINS: dict[str, list[str]] = {
+    "cvxpylayers": [
+        TORCH,
+        *_COMMON,
+        "cvxpylayers==1.2.0",
+        "cvxpy==1.9.3",
+        "diffcp==1.1.9",
+        "scs==3.3.1",
+        "clarabel==0.11.1",
+        "moreau==0.4.1",
+        "moreau-cpu==0.4.1",
+    ],
+    "sinkhorn": [TORCH, *_COMMON, "POT==0.9.7.post1", "LinSATNet==0.1.3"],
+    "qpth": [TORCH, "numpy==1.26.4", "scipy==1.17.1", "qpth==0.0.18", "cvxpy==1.7.5"],
+    "qpax": [*_COMMON, "qpax==0.1.4", "jax==0.10.2", "jaxlib==0.10.2"],
+}
+
+
+def ensure(name: str) -> Path:
+    """Return the Python of environment ``name``, making or remaking it if its pins changed."""
+    root = ENVIRONMENTS / name
+    python = root / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+    stamp = root / "pins.txt"
+    pins = PINS[name]
+    if stamp.exists() and stamp.read_text().split() == pins:
+        return python
+    print(f"[environments] {name}: making it ({', '.join(pins)})", file=sys.stderr, flush=True)
+    ENVIRONMENTS.mkdir(exist_ok=True)
+    (ENVIRONMENTS / ".gitignore").write_text("*\n")
+    shutil.rmtree(root, ignore_errors=True)
+    venv.create(root, with_pip=True)
+    # torch first and alone: a peer that merely requires "torch" must find the pinned one there.
+    first = [pin for pin in pins if pin.startswith("torch==")]
+    for step in (first, pins):
+        if step:
+            subprocess.run([python, "-m", "pip", "install", "--quiet", *step], check=True)
+    stamp.write_text("\n".join(pins) + "\n")
+    print(f"[environments] {name}: ready", file=sys.stderr, flush=True)
+    return python
+
+
+def main() -> None:
+    """Make the environments named on the command line, or all of them."""
+    for name in sys.argv[1:] or PINS:
+        print(name, ensure(name))
+
+
+if __name__ == "__main__":
+    main()

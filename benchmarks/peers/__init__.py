@@ -1,0 +1,1 @@
+"""One runner per group of peers; each runs inside its own environment (see ``protocol``)."""
