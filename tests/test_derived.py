@@ -1,0 +1,255 @@
+"""Rows made from rows: bounded, weighted, tempered, mixed; names; parameters that make no sense."""
+
+import copy
+import math
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import taut
+from tables import LOWER, ROWS, TEMPERATURES, UPPER, WEIGHTS, K
+from taut.activations import ACTIVATIONS, bounded, mixed, resolve, srlu, tempered, weighted
+
+each_name = pytest.mark.parametrize("name", ACTIVATIONS)
+
+
+def test_bounded_is_a_stretched_sigmoid():
+    u = torch.randn(20, K)
+    row = bounded(LOWER, UPPER)
+    assert_close(row.sigma(u), LOWER + (UPPER - LOWER) * u.sigmoid())
+    assert_close(row.phi(u), LOWER * u + (UPPER - LOWER) * u.exp().log1p())
+    assert_close(torch.as_tensor(row.range.lower), LOWER)
+    assert_close(torch.as_tensor(row.range.upper), UPPER)
+
+
+def test_bounded_zero_one_is_the_sigmoid():
+    u = torch.randn(20)
+    for name in ("sigma", "slope", "phi"):
+        assert_close(getattr(bounded(0.0, 1.0), name)(u), getattr(ACTIVATIONS["sigmoid"], name)(u))
+
+
+@each_name
+def test_weighted_and_tempered_are_their_formulas(name):
+    row, u = ACTIVATIONS[name], torch.randn(20, K)
+    assert_close(weighted(row, WEIGHTS).sigma(u), WEIGHTS * row.sigma(u))
+    assert_close(weighted(row, WEIGHTS).phi(u), WEIGHTS * row.phi(u))
+    assert_close(tempered(name, TEMPERATURES).sigma(u), row.sigma(u / TEMPERATURES))
+    assert_close(tempered(name, TEMPERATURES).phi(u), TEMPERATURES * row.phi(u / TEMPERATURES))
+
+
+@each_name
+def test_derived_rows_compose(name):
+    """d·σ(u/τ) whichever comes first, and twice d is d²."""
+    u = torch.randn(20, K)
+    one = tempered(weighted(name, WEIGHTS), TEMPERATURES)
+    other = weighted(tempered(name, TEMPERATURES), WEIGHTS)
+    for f in ("sigma", "slope", "phi"):
+        assert_close(getattr(one, f)(u), getattr(other, f)(u))
+    twice = weighted(weighted(name, WEIGHTS), WEIGHTS)
+    assert_close(twice.sigma(u), weighted(name, WEIGHTS**2).sigma(u))
+
+
+def test_ranges_of_derived_rows():
+    row = weighted(bounded(-1.0, 2.0), 3.0)
+    assert (row.range.lower, row.range.upper) == (-3.0, 6.0)
+    assert weighted("exp", 2.0).range.upper == math.inf
+    assert tempered("tanh", 2.0).range.lower == -1.0
+    lower, upper = mixed(["exp", "tanh", "linear"]).range.bounds(torch.zeros(3))
+    assert lower.tolist() == [0.0, -1.0, -math.inf]
+    assert upper.tolist() == [math.inf, 1.0, math.inf]
+
+
+MIXTURE = [
+    "exp",
+    bounded(-2.0, 1.0),
+    weighted("sigmoid", 2.0),
+    tempered(weighted(bounded(0.0, 2.0), 3.0), 0.5),
+    "exp",
+    srlu(2.0, 1.0),
+    "linear",
+    srlu(2.0, 1.0),
+]
+
+
+@pytest.mark.parametrize("function", ["sigma", "slope", "phi", "inverse", "psi"])
+def test_mixed_is_each_row_on_its_coordinate(function):
+    u = torch.randn(3, 4, len(MIXTURE))
+    rows = [resolve(a) for a in MIXTURE]
+    x = u
+    if function in ("inverse", "psi"):
+        x = torch.stack([row.sigma(u[..., k]) for k, row in enumerate(rows)], -1)
+    each = torch.stack([getattr(row, function)(x[..., k]) for k, row in enumerate(rows)], -1)
+    assert_close(getattr(mixed(MIXTURE), function)(x), each, rtol=1e-13, atol=1e-14)
+
+
+def test_mixed_calls_each_kind_once():
+    calls = []
+
+    def counted(u):
+        calls.append(u.shape)
+        return u.exp()
+
+    kind = replace(ACTIVATIONS["exp"], sigma=counted)
+    rows = [weighted(kind, 1.0 + k) if k % 2 else kind for k in range(1000)]
+    mixed([*rows, "tanh"]).sigma(torch.zeros(4, 1001))
+    assert calls == [(4, 1000)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+def test_rows_keep_the_dtype(row, dtype):
+    """Parameters are held in float64; a float32 tensor must come back float32."""
+    u = torch.randn(2, K, dtype=dtype)
+    z = row.sigma(u)
+    for x in (z, row.slope(u), row.phi(u), row.inverse(z), row.psi(z), row.bregman(z, z)):
+        assert x.dtype == dtype
+        assert x.shape == (2, K)
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+def test_rows_survive_copying_and_pickling(row):
+    u = torch.randn(2, K)
+    for twin in (copy.deepcopy(row), pickle.loads(pickle.dumps(row))):
+        assert twin.name == row.name
+        assert_close(twin.sigma(u), row.sigma(u), rtol=0, atol=0)
+        assert_close(twin.psi(row.sigma(u)), row.psi(row.sigma(u)), rtol=0, atol=0)
+
+
+def test_a_new_row_is_one_activation():
+    """asinh, which is in no table: σ = asinh, φ its integral, ψ = cosh z."""
+    row = taut.Activation(
+        name="asinh",
+        sigma=torch.asinh,
+        slope=lambda u: (1 + u.square()).rsqrt(),
+        phi=lambda u: u * torch.asinh(u) - (1 + u.square()).sqrt(),
+        inverse=torch.sinh,
+        psi=torch.cosh,
+        range=taut.Interval(-math.inf, math.inf),
+    )
+    v, A, y = torch.randn(6, K), torch.randn(2, K), torch.randn(6, K)
+    solution = taut.project(v, A, y @ A.mT, activation=row)
+    assert_close(solution.z @ A.mT, y @ A.mT, rtol=0, atol=1e-12)
+    loss = taut.matched_loss(solution, y @ torch.eye(K))
+    assert loss > 0
+
+
+# What makes no sense
+
+
+def test_names_are_resolved():
+    assert resolve("exp") is ACTIVATIONS["exp"]
+    assert resolve(ACTIVATIONS["tanh"]) is ACTIVATIONS["tanh"]
+    assert all(row.name == name for name, row in ACTIVATIONS.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("sigmoidal", "sigmoid"), ("Tanh", "tanh"), ("lin", "linear")]
+)
+def test_unknown_name_suggests_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=f"unknown activation '{name}'.*Did you mean '{nearest}'"):
+        resolve(name)
+    with pytest.raises(ValueError, match="Known: exp, linear, sigmoid, srlu, tanh"):
+        taut.project(torch.zeros(2), torch.ones(1, 2), torch.ones(1), activation=name)
+
+
+def test_nothing_near_suggests_nothing():
+    with pytest.raises(ValueError, match=r"unknown activation 'qqq'\. Known"):
+        resolve("qqq")
+
+
+@pytest.mark.usefixtures("as_user")
+def test_an_activation_that_is_neither_name_nor_row():
+    with pytest.raises(TypeError, match=r"must be a name or a taut\.Activation; got builtin_funct"):
+        taut.project(torch.zeros(2), torch.ones(1, 2), torch.ones(1), activation=torch.exp)
+
+
+@pytest.mark.usefixtures("as_user")
+def test_whole_numbers_are_numbers():
+    u = torch.randn(4)
+    assert_close(bounded(0, 2).sigma(u), 2 * u.sigmoid())
+    assert_close(weighted("exp", 2).sigma(u), 2 * u.exp())
+    assert_close(tempered("exp", 2).sigma(u), (u / 2).exp())
+    assert_close(bounded(torch.tensor(0), torch.tensor(2)).sigma(u), 2 * u.sigmoid())
+    assert_close(srlu(2, 2).sigma(u), 2 * u)
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [(-1.0, 1.0), (1.0, -0.5), (0.0, 0.0), (math.nan, 1.0), (math.inf, 1.0)]
+)
+def test_srlu_that_is_not_convex(a, b):
+    with pytest.raises(ValueError, match=rf"srlu needs a ≥ 0 and b ≥ 0.*a={a!r}, b={b!r}"):
+        srlu(a, b)
+
+
+INF, NAN = math.inf, math.nan
+EMPTY_INTERVALS = [(1.0, 1.0), (2.0, 1.0), (0.0, INF), (-INF, 0.0), (NAN, 1.0), (0.0, NAN)]
+
+
+@pytest.mark.parametrize(("lower", "upper"), EMPTY_INTERVALS)
+def test_bounded_without_room(lower, upper):
+    with pytest.raises(ValueError, match="finite lower < upper everywhere; got lower="):
+        bounded(lower, upper)
+
+
+def test_bounded_without_room_in_one_coordinate():
+    with pytest.raises(ValueError, match="finite lower < upper everywhere"):
+        bounded(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 1.0]))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, INF, NAN, torch.tensor([1.0, 0.0])], ids=str)
+def test_weights_and_temperatures_are_positive(value):
+    with pytest.raises(ValueError, match="weights must be positive and finite everywhere"):
+        weighted("exp", value)
+    with pytest.raises(ValueError, match="temperature must be positive and finite everywhere"):
+        tempered("exp", value)
+
+
+@pytest.mark.usefixtures("as_user")
+def test_parameters_are_numbers_or_one_per_coordinate():
+    with pytest.raises(ValueError, match=r"weights must be a number or a \(K,\) tensor; got \(2, "):
+        weighted("exp", torch.ones(2, 2))
+    with pytest.raises(ValueError, match=r"upper must be a number or a \(K,\) tensor"):
+        bounded(0.0, torch.ones(2, 2))
+
+
+def test_parameters_have_no_gradient_and_say_so():
+    with pytest.raises(ValueError, match=r"temperature requires a gradient.*temperature\.detach"):
+        tempered("exp", torch.ones(2, requires_grad=True))
+
+
+@pytest.mark.parametrize("rows", [[], "exp"], ids=["none", "a name"])
+def test_mixed_needs_a_row_per_coordinate(rows):
+    with pytest.raises(ValueError, match="mixed needs one activation for each coordinate"):
+        mixed(rows)
+
+
+@pytest.mark.parametrize("row", [bounded(LOWER, UPPER), mixed(["exp", "tanh"])], ids=["a", "b"])
+def test_mixed_takes_rows_of_one_coordinate(row):
+    with pytest.raises(ValueError, match="mixed: the activation of coordinate 1 is itself one for"):
+        mixed(["exp", row])
+
+
+def test_mixed_of_another_size():
+    row = mixed(["exp", "tanh"])
+    with pytest.raises(ValueError, match=r"has 2 coordinates; got a tensor of shape \(3,\)"):
+        row.sigma(torch.zeros(3))
+    with pytest.raises(ValueError, match="has 2 coordinates"):
+        taut.project(torch.zeros(4, 3), torch.ones(1, 3), torch.ones(1), activation=row)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="parameters of a row are not compared with K"
+)
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize(
+    "row",
+    [weighted("exp", torch.ones(2)), bounded(torch.zeros(2), torch.ones(2))],
+    ids=["weighted", "bounded"],
+)
+def test_parameters_of_another_size_quote_the_shapes(row):
+    """Not torch's own words about tensor a and tensor b."""
+    with pytest.raises(ValueError, match=r"2.*\(4, 3\)"):
+        taut.project(torch.zeros(4, 3), torch.ones(1, 3), torch.ones(1), activation=row)

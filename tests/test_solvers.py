@@ -1,0 +1,300 @@
+"""Newton and the paper's gradient descent: known answers, starts, stopping, groups."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import taut
+from tables import ROWS, SHORT, SOLVERS, K, apply, known, relative_residual, target
+from taut import GradientDescent, Newton, Status
+
+KNOWN = {case.name: case for case in known()}
+each_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+
+
+@pytest.mark.parametrize(
+    ("name", "solver"),
+    # gradient descent takes thousands of steps where I = K
+    [(name, solver) for name in KNOWN for solver in SOLVERS if (name, solver[0]) != ("I = K", "G")],
+)
+def test_known_answers(name, solver, request):
+    if name == "I = 0":
+        reason = "reshape(-1, 0) when I = 0"
+        request.applymarker(pytest.mark.xfail(strict=True, raises=RuntimeError, reason=reason))
+    case, (method, tolerance) = KNOWN[name], SOLVERS[solver]
+    solution = taut.project(
+        case.v, case.A, case.b, activation=case.activation, solver=method, on_failure="return"
+    )
+    assert_close(solution.z, case.z, rtol=0, atol=tolerance)
+    if case.multipliers is not None:
+        assert_close(solution.multipliers, case.multipliers, rtol=0, atol=10 * tolerance)
+
+
+def problem(row, n=6, logits=3.0):
+    v, A = logits * (2 * torch.rand(n, K) - 1), torch.randn(2, K)
+    return v, A, apply(A, target(row, n))
+
+
+@pytest.mark.parametrize("row", SHORT.values(), ids=SHORT.keys())
+def test_solvers_agree(row):
+    v, A = torch.randn(6, K), torch.linalg.qr(torch.randn(K, 2)).Q.mT
+    b = apply(A, target(row, 6))
+    descent = GradientDescent(step=2.0, min_step=1e-14, threshold=1e-11, max_iterations=500)
+    one = taut.project(v, A, b, activation=row)
+    other = taut.project(v, A, b, activation=row, solver=descent, on_failure="return")
+    assert_close(other.z, one.z, rtol=0, atol=1e-4)
+    assert_close(other.multipliers, one.multipliers, rtol=1e-3, atol=1e-3)
+
+
+# Newton
+
+
+@each_row
+def test_newton_is_quick(row):
+    v, A, b = problem(row, n=40)
+    solution = taut.project(v, A, b, activation=row)
+    assert solution.converged.all()
+    assert solution.iterations.max() <= 20
+
+
+def test_newton_solves_linear_problems_in_one_step():
+    v, A, b = problem(ROWS["linear"])
+    assert taut.project(v, A, b).iterations.max() <= 1
+
+
+@each_row
+def test_newton_starts_at_the_solution_it_is_given(row):
+    v, A, b = problem(row)
+    cold = taut.project(v, A, b, activation=row)
+    warm = taut.project(v, A, b, activation=row, init=cold.multipliers)
+    assert_close(warm.z, cold.z, rtol=1e-12, atol=1e-13)
+    assert bool((warm.iterations <= 1).all())
+    assert bool((cold.iterations > 1).any()) or cold.iterations.max() <= 1
+
+
+@each_row
+def test_newton_finds_the_same_from_any_start(row):
+    v, A, b = problem(row)
+    cold = taut.project(v, A, b, activation=row)
+    warm = taut.project(v, A, b, activation=row, init=cold.multipliers + torch.randn(6, 2))
+    assert_close(warm.z, cold.z, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e300])
+def test_newton_survives_a_useless_start(bad):
+    v, A, b = problem(ROWS["sigmoid"])
+    init = torch.zeros(6, 2)
+    init[2, 0] = bad
+    solution = taut.project(v, A, b, activation="sigmoid", init=init)
+    assert_close(solution.z, taut.project(v, A, b, activation="sigmoid").z, rtol=0, atol=1e-12)
+
+
+def test_init_for_all_samples_and_of_another_dtype():
+    v, A, b = problem(ROWS["tanh"])
+    cold = taut.project(v, A, b, activation="tanh")
+    for init in (torch.zeros(2), torch.ones(6, 2, dtype=torch.float32)):
+        warm = taut.project(v, A, b, activation="tanh", init=init)
+        assert_close(warm.z, cold.z, rtol=0, atol=1e-11)
+
+
+def test_init_carries_no_gradient():
+    v, A, b = problem(ROWS["tanh"])
+    init = torch.zeros(6, 2, requires_grad=True)
+    solution = taut.project(v.requires_grad_(), A, b, activation="tanh", init=init)
+    solution.z.sum().backward()
+    assert init.grad is None
+
+
+def test_newton_stops_each_sample_alone():
+    row = ROWS["sigmoid"]
+    v, A, b = problem(row, n=8, logits=15.0)
+    v[0] = row.inverse(target(row))  # feasible as it stands
+    b[0] = apply(A, row.sigma(v[0]))
+    solution = taut.project(v, A, b, activation=row)
+    assert solution.iterations[0] == 0
+    assert solution.iterations.max() > 3
+    for i in range(8):
+        assert taut.project(v[i], A, b[i], activation=row).iterations == solution.iterations[i]
+
+
+def test_newton_obeys_its_tolerance():
+    v, A, b = problem(ROWS["sigmoid"], n=40, logits=10.0)
+    loose = taut.project(v, A, b, activation="sigmoid", solver=Newton(tol=1e-3))
+    tight = taut.project(v, A, b, activation="sigmoid")
+    assert loose.converged.all()
+    assert relative_residual(A, b, loose.z) < 1e-2
+    assert loose.iterations.sum() < tight.iterations.sum()
+    assert loose.residual.max() > tight.residual.max()
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_newton_obeys_its_limit(limit):
+    v, A, b = problem(ROWS["sigmoid"], n=40, logits=10.0)
+    solution = taut.project(
+        v, A, b, activation="sigmoid", solver=Newton(max_iterations=limit), on_failure="return"
+    )
+    assert solution.iterations.max() == limit
+    late = ~solution.converged
+    assert late.any()
+    assert bool((solution.status[late] == Status.MAX_ITERATIONS).all())
+    assert_close(
+        solution.z, ROWS["sigmoid"].sigma(v + solution.multipliers @ A), rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("tol", [0.0, -1.0, float("nan")])
+def test_newton_refuses_a_tolerance(tol):
+    with pytest.raises(ValueError, match="tol must be positive or None; got"):
+        Newton(tol=tol)
+
+
+def test_newton_refuses_a_limit():
+    with pytest.raises(ValueError, match="max_iterations must be ≥ 0; got -1"):
+        Newton(max_iterations=-1)
+
+
+def test_solvers_are_values():
+    assert Newton() == Newton()
+    assert Newton(tol=1e-3) != Newton()
+    assert GradientDescent() == GradientDescent(0.1, 1e-6, 5e-3, 1000)
+    assert "step=0.1" in repr(GradientDescent())
+    with pytest.raises(AttributeError, match="tol"):
+        Newton().tol = 1.0
+
+
+# GradientDescent
+
+
+def by_hand(row, v, A, b, multipliers, solver):
+    """Section 4 for one group, as plainly as it can be written."""
+    alpha, iterations = solver.step, 0
+
+    def loss_of(multipliers):
+        u = v + multipliers @ A
+        return (row.phi(u).sum(-1) - (b * multipliers).sum(-1)).mean()
+
+    loss = loss_of(multipliers)
+    while iterations < solver.max_iterations and alpha >= solver.min_step:
+        iterations += 1
+        gradient = row.sigma(v + multipliers @ A) @ A.mT - b
+        trial = multipliers - alpha * gradient
+        change = loss - loss_of(trial)
+        if not change > 0:  # too high: halve the step and try again
+            alpha = alpha / 2
+            continue
+        multipliers, loss = trial, loss - change
+        if change < solver.threshold:
+            break
+    return multipliers, iterations
+
+
+DESCENTS = {
+    "the paper's": GradientDescent(),
+    "with memory": GradientDescent(threshold=1e-3),
+    "tight": GradientDescent(threshold=1e-8),
+    "step too high": GradientDescent(step=50.0),
+    "few iterations": GradientDescent(threshold=0.0, max_iterations=17),
+    "coarse smallest step": GradientDescent(step=64.0, min_step=1.0, threshold=0.0),
+    "no iterations": GradientDescent(max_iterations=0),
+}
+
+
+@pytest.mark.parametrize("solver", DESCENTS.values(), ids=DESCENTS.keys())
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "tanh", "linear", "srlu"])
+def test_gradient_descent_is_section_4(name, solver):
+    row = ROWS[name]
+    v, A, b = problem(row, n=20, logits=2.0)
+    A = A * 2
+    b = b * 2
+    init = 0.1 * torch.randn(20, 2)
+    solution = taut.project(v, A, b, activation=row, solver=solver, init=init, on_failure="return")
+    multipliers, iterations = by_hand(row, v, A, b, init, solver)
+    assert_close(solution.multipliers, multipliers, rtol=1e-9, atol=1e-10)
+    assert solution.iterations.tolist() == [iterations] * 20
+    assert_close(solution.z, row.sigma(v + multipliers @ A), rtol=1e-9, atol=1e-10)
+    assert_close(solution.residual, (solution.z @ A.mT - b).abs().amax(-1))
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared A", "A per sample"])
+def test_groups_are_independent(own):
+    """v of shape (G, n, K) is each group alone; a group shares its step and its stop."""
+    row = ROWS["sigmoid"]
+    v = torch.randn(5, 7, K) * torch.tensor([0.1, 1.0, 3.0, 6.0, 12.0])[:, None, None]
+    A = 3 * (torch.randn(5, 7, 2, K) if own else torch.randn(2, K))
+    b = apply(A, target(row, 5, 7))
+    solver = GradientDescent()
+    together = taut.project(v, A, b, activation=row, solver=solver, on_failure="return")
+    for g in range(5):
+        matrix = A[g] if own else A
+        alone = taut.project(v[g], matrix, b[g], activation=row, solver=solver, on_failure="return")
+        assert_close(together.multipliers[g], alone.multipliers, rtol=1e-10, atol=1e-11)
+        assert_close(together.iterations[g], alone.iterations)
+        assert_close(together.status[g], alone.status)
+        assert together.iterations[g].unique().numel() == 1
+    assert together.iterations[:, 0].unique().numel() > 1
+
+
+def test_more_leading_dimensions_are_more_groups():
+    row = ROWS["sigmoid"]
+    v, A = torch.randn(2, 3, 4, K), torch.randn(2, K)
+    b = apply(A, target(row, 2, 3, 4))
+    solver = GradientDescent()
+    deep = taut.project(v, A, b, activation=row, solver=solver, on_failure="return")
+    flat = taut.project(
+        v.flatten(0, 1), A, b.flatten(0, 1), activation=row, solver=solver, on_failure="return"
+    )
+    assert_close(deep.multipliers.flatten(0, 1), flat.multipliers)
+    assert_close(deep.iterations.flatten(0, 1), flat.iterations)
+
+
+def test_gradient_descent_unbatched_and_empty():
+    v, A, b = problem(ROWS["sigmoid"], n=1)
+    solver = GradientDescent()
+    one = taut.project(v, A, b, activation="sigmoid", solver=solver, on_failure="return")
+    none = taut.project(v[0], A, b[0], activation="sigmoid", solver=solver, on_failure="return")
+    assert_close(one.z[0], none.z)
+    for shape in ((0,), (3, 0), (0, 3)):
+        empty = taut.project(torch.zeros(*shape, K), A, b[0], activation="sigmoid", solver=solver)
+        assert empty.z.shape == (*shape, K)
+
+
+def test_gradient_descent_says_what_it_left():
+    """The paper's stop does not promise A z = b; the status does."""
+    v, A, b = problem(ROWS["sigmoid"], n=20, logits=5.0)
+    solution = taut.project(
+        v, A, b, activation="sigmoid", solver=GradientDescent(), on_failure="return"
+    )
+    assert not solution.converged.all()
+    assert set(solution.status.tolist()) <= {Status.CONVERGED, Status.MAX_ITERATIONS}
+    assert solution.residual[~solution.converged].min() > 1e-3
+    with pytest.raises(taut.SolveError, match="MAX_ITERATIONS"):
+        taut.project(v, A, b, activation="sigmoid", solver=GradientDescent())
+
+
+def test_gradient_descent_keeps_a_bad_sample_to_itself():
+    """A NaN in the group must not decide the step or the stop of its neighbours."""
+    v, A, b = problem(ROWS["sigmoid"], n=8)
+    solver = GradientDescent()
+    v[3, 0] = float("nan")
+    solution = taut.project(v, A, b, activation="sigmoid", solver=solver, on_failure="return")
+    keep = [i for i in range(8) if i != 3]
+    assert solution.status[3] == Status.NONFINITE
+    assert solution.z[keep].isfinite().all()
+    alone = taut.project(
+        v[keep], A, b[keep], activation="sigmoid", solver=solver, on_failure="return"
+    )
+    assert_close(solution.z[keep], alone.z, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"step": 0.0}, {"min_step": -1.0}, {"threshold": -1e-3}, {"step": float("nan")}]
+)
+def test_gradient_descent_refuses(arguments):
+    with pytest.raises(ValueError, match="needs step > 0, min_step > 0 and threshold ≥ 0; got"):
+        GradientDescent(**arguments)
+
+
+@pytest.mark.xfail(strict=True, reason="max_iterations is not checked")
+def test_gradient_descent_refuses_a_limit():
+    with pytest.raises(ValueError, match="max_iterations must be ≥ 0; got -1"):
+        GradientDescent(max_iterations=-1)
