@@ -10,6 +10,7 @@ best of its runs counts. Results go to ``results/side_by_side.json`` and are dra
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -239,6 +240,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--samples", nargs="*", type=int, help="only these N")
     parser.add_argument("--sizes", nargs="*", type=int, help="only sizes with this first number")
     parser.add_argument("--budget", type=float, default=5.0, help="seconds per measurement")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="for all alike")
     parser.add_argument("--output", default="side_by_side", help="name of the files in results/")
     return parser.parse_args()
 
@@ -246,9 +248,18 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run, print, save after every problem, draw at the end."""
     options = parse()
+    for variable in ("OMP_NUM_THREADS", "RAYON_NUM_THREADS"):  # inherited by every measurement
+        os.environ[variable] = str(options.threads)
+    if os.getloadavg()[0] > 1:
+        print("Other work is running here: times are not to be trusted.", file=sys.stderr)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{options.output}.json"
-    machine = {"machine": platform.machine(), "python": platform.python_version()}
+    machine = {
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "threads": options.threads,
+        "load": os.getloadavg()[0],
+    }
     records: list[dict[str, Any]] = []
     print(
         f"{'problem':<26}| {'size':>9} | {'N':>4} | {'who':<31}| forward ms | backward ms"

@@ -16,7 +16,7 @@ from peers.protocol import Call, Variant, main
 from peers.torch_call import torch_call
 from problems import Problem
 
-MEMORY = 4e9  # bytes for the unrolled iterations
+MEMORY = 6e9  # bytes for the unrolled iterations
 
 
 def _prepare_batch(problem: Problem, settings: dict[str, Any]) -> Call:
@@ -43,8 +43,8 @@ def _prepare_loop(problem: Problem, settings: dict[str, Any]) -> Call:
 
 
 def _unrolled_rows(problem: Problem) -> int:
-    """Rows whose unrolled graph fits: about four n × n arrays per iteration, 300 iterations."""
-    return int(MEMORY / (8 * 4 * 300 * problem.side**2))
+    """Rows whose unrolled graph fits: about four n × n arrays per iteration, 150 iterations."""
+    return int(MEMORY / (8 * 4 * 150 * problem.side**2))
 
 
 def _batch(*tolerances: float, method: str = "auto", grad: str = "autodiff") -> list[dict]:
