@@ -115,7 +115,7 @@ class Activation:
         >>> taut.activations.linear.divergence(torch.tensor([1.0]), torch.tensor([3.0]))
         tensor([2.])
         """
-        value = self.psi(y) - y * u + self.integral(u)
+        value = pointwise(self.psi, self.inverse, y) - y * u + self.integral(u)
         # Rounding can leave −1e-17 where y = σ(u); lift the value and keep its derivatives.
         return value + value.detach().clamp(max=0).neg()
 

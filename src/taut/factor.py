@@ -15,30 +15,42 @@ def solve_gram(
 ) -> Float[Tensor, "N I"]:
     """s with A diag(w) Aᵀ s = rhs; rows in `left_out` get s = 0.
 
-    The matrix is scaled to a unit diagonal first: what is left of its condition number then has
-    nothing to do with the size of A's rows or of w. Where it is singular to rounding, the
-    smallest multiple of the identity that makes it positive definite is added.
+    Cholesky's factorisation does not mind rows of very different size. Where the matrix is
+    singular to rounding, the least multiple of its diagonal that mends it is added.
 
     >>> from taut.linear import DenseMap
     >>> A, w = DenseMap(torch.ones(1, 4)), torch.ones(1, 4)
     >>> solve_gram(A, w, torch.tensor([[4.0]]), torch.tensor([False]))
     tensor([[1.]])
     """
-    tiny = torch.finfo(w.dtype).tiny
     # Slopes that have underflowed would make the matrix zero; the floor keeps a direction in it.
-    gram = A.gram(w.clamp_min(tiny**0.5))
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    out = left_out | ~(diagonal > tiny)
-    scale = torch.where(out, torch.zeros_like(diagonal), diagonal.clamp_min(tiny).rsqrt())
+    gram = A.gram(w.clamp_min(torch.finfo(w.dtype).tiny ** 0.5))
+    out = left_out if bool(left_out.any()) else None
+    if out is not None:
+        gram = gram.masked_fill(out.unsqueeze(-1) | out.unsqueeze(-2), 0)
+        gram = gram + torch.diag_embed(out.to(gram.dtype))
+        rhs = rhs.masked_fill(out, 0)
+    if gram.shape[-1] == 1:
+        return rhs / gram.squeeze(-1)
+    factor, info = torch.linalg.cholesky_ex(gram)
+    solution = torch.cholesky_solve(rhs.unsqueeze(-1), factor).squeeze(-1)
+    if bool((info > 0).any()):
+        bad = (info > 0).nonzero().squeeze(-1)
+        solution = solution.index_copy(0, bad, _solve_singular(gram[bad], rhs[bad]))
+    return solution
+
+
+def _solve_singular(gram: Tensor, rhs: Tensor) -> Tensor:
+    """Scale to a unit diagonal, and add the least that makes the matrix positive definite."""
+    scale = gram.diagonal(dim1=-2, dim2=-1).rsqrt().nan_to_num(0.0, 0.0, 0.0)
     unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    unit.diagonal(dim1=-2, dim2=-1).fill_(1)
-    factor, info = torch.linalg.cholesky_ex(unit)
-    jitter = 8 * torch.finfo(w.dtype).eps
+    lift = 8 * torch.finfo(gram.dtype).eps
+    factor, info = unit, torch.ones(len(unit), dtype=torch.int32, device=gram.device)
     while bool((info > 0).any()):
         bad = (info > 0).nonzero().squeeze(-1)
         lifted = unit[bad]
-        lifted.diagonal(dim1=-2, dim2=-1).add_(jitter)
+        lifted.diagonal(dim1=-2, dim2=-1).fill_(1 + lift)
         again, code = torch.linalg.cholesky_ex(lifted)
         factor, info = factor.index_copy(0, bad, again), info.index_copy(0, bad, code)
-        jitter *= 100
+        lift *= 100
     return scale * torch.cholesky_solve((scale * rhs).unsqueeze(-1), factor).squeeze(-1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 # A BLAS may sum a matrix of very few rows, or of one column, in another order than a larger one.
 # Padding to this many keeps a sample's bits the same whatever the batch around it.
-_MIN_ROWS, _MIN_COLUMNS = 8, 2
+_MIN_ROWS, _MIN_COLUMNS = 16, 2
 _TABLE_LIMIT = 2**22  # entries of the table of row products; beyond it, blocks of samples
 _BLOCK_LIMIT = 2**24
 
@@ -51,8 +51,8 @@ class LinearMap(ABC):
 
 def _multiply(x: Tensor, matrix: Tensor) -> Tensor:
     """x @ matrix over the last dimension of x, each row summed alike whatever the batch."""
-    flat = x.reshape(-1, x.shape[-1])
-    n, columns = flat.shape[0], matrix.shape[-1]
+    n, columns = x.shape[:-1].numel(), matrix.shape[-1]
+    flat = x.reshape(n, x.shape[-1])
     if n < _MIN_ROWS:
         flat = torch.nn.functional.pad(flat, (0, 0, 0, _MIN_ROWS - n))
     if columns < _MIN_COLUMNS:
@@ -82,7 +82,7 @@ class DenseMap(LinearMap):
         rows, columns = self.data.shape
         if rows * rows * columns <= _TABLE_LIMIT:
             return _multiply(s, self._products).reshape(*s.shape[:-1], rows, rows)
-        flat = s.reshape(-1, columns)
+        flat = s.reshape(s.shape[:-1].numel(), columns)
         blocks = flat.split(max(1, _BLOCK_LIMIT // (rows * columns)))
         grams = [(self.data * block.unsqueeze(-2)) @ self.data.mT for block in blocks]
         return torch.cat(grams).reshape(*s.shape[:-1], rows, rows)
@@ -94,7 +94,8 @@ class DenseMap(LinearMap):
         return (self.data.unsqueeze(0) * self.data.unsqueeze(1)).reshape(rows**2, columns).mT
 
     def outer(self, left: Float[Tensor, "*batch I"], right: Float[Tensor, "*batch K"]) -> Tensor:
-        return left.reshape(-1, left.shape[-1]).mT @ right.reshape(-1, right.shape[-1])
+        n = left.shape[:-1].numel()
+        return left.reshape(n, left.shape[-1]).mT @ right.reshape(n, right.shape[-1])
 
     def abs(self) -> "DenseMap":
         return self._absolute

@@ -49,8 +49,8 @@ def project(
 def prepare(A: Tensor) -> Rows:
     """What depends on A alone; `Projection` does it once for all batches."""
     matrix = A.detach()
-    matrix = matrix.where(matrix.isfinite(), 0).reshape(-1, *A.shape[-2:])
-    return analyse(matrix[0] if A.ndim == 2 else matrix)
+    matrix = matrix.where(matrix.isfinite(), 0)
+    return analyse(matrix if A.ndim == 2 else matrix.reshape(A.shape[:-2].numel(), *A.shape[-2:]))
 
 
 def project_prepared(
@@ -112,18 +112,22 @@ class _Multipliers(torch.autograd.Function):
     @staticmethod
     def forward(v: Tensor, A: Tensor, b: Tensor, init: Tensor, task: _Task) -> tuple:
         batch, columns, rows = v.shape[:-1], v.shape[-1], b.shape[-1]
-        flat_v, flat_b = v.reshape(-1, columns), b.reshape(-1, rows)
-        flat_A = A if A.ndim == 2 else A.reshape(-1, rows, columns)
-        finite = flat_v.isfinite().all(-1) & flat_b.isfinite().all(-1)
-        finite = finite & flat_A.isfinite().all(-1).all(-1)
-        dual, start = _neutral(
-            task.activation, flat_v, flat_A, flat_b, init.reshape(-1, rows), finite
-        )
+        n = batch.numel()
+        flat_v, flat_b, start = v.reshape(n, columns), b.reshape(n, rows), init.reshape(n, rows)
+        flat_A = A if A.ndim == 2 else A.reshape(n, rows, columns)
+        finite = _finite(flat_v) & _finite(flat_b) & _finite(flat_A)
+        if bool(finite.all()):
+            dual = Dual(task.activation, dense_map(flat_A), flat_v, flat_b)
+        else:
+            dual = _neutral(task.activation, flat_v, flat_A, flat_b, finite)
+        start = _usable(dual, start)
         size = batch[-1] if task.batch_ndim else 1
         outcome = task.solver.solve(dual, task.analysed(A), start, size)
-        status = outcome.status.where(finite, int(Status.NONFINITE))
-        multipliers = outcome.multipliers.where(finite[:, None], 0)
-        u = outcome.u.where(finite[:, None], flat_v)
+        multipliers, u, status = outcome.multipliers, outcome.u, outcome.status
+        if not bool(finite.all()):
+            status = status.where(finite, int(Status.NONFINITE))
+            multipliers = multipliers.where(finite.unsqueeze(-1), 0)
+            u = u.where(finite.unsqueeze(-1), flat_v)
         if task.on_failure == "raise" and bool((status != Status.CONVERGED).any()):
             z = task.activation.sigma(u)
             residual = _largest(dense_map(flat_A).apply(z) - flat_b)
@@ -175,19 +179,30 @@ class _Multipliers(torch.autograd.Function):
         return outputs, (0, 0, 0, 0)
 
 
-def _neutral(
-    activation: Activation, v: Tensor, A: Tensor, b: Tensor, init: Tensor, finite: Tensor
-) -> tuple[Dual, Tensor]:
+def _finite(x: Tensor) -> Tensor:
+    """For each sample: is every entry a number? The sum settles the usual case at once."""
+    if bool(x.sum().isfinite()):
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    if x.ndim == 3:
+        x = x.flatten(1)
+    return x.isfinite().all(-1)
+
+
+def _neutral(activation: Activation, v: Tensor, A: Tensor, b: Tensor, finite: Tensor) -> Dual:
     """The problems with those that hold NaN or inf replaced by ones already solved."""
-    keep = finite[:, None]
+    keep = finite.expand(len(v)).unsqueeze(-1)
     v = v.where(keep, 0)
-    A = A.where(A.isfinite(), 0)
-    linear = dense_map(A)
-    b = b.where(keep, linear.apply(activation.sigma(torch.zeros_like(v))))
-    # A start that is not a number, or absurdly far, is worse than none.
-    far = linear.adjoint(init.nan_to_num()).abs() > 1e3 * (1 + v.abs().amax(-1, keepdim=True))
-    usable = init.isfinite().all(-1, keepdim=True) & ~far.any(-1, keepdim=True) & keep
-    return Dual(activation, linear, v, b), init.where(usable, 0)
+    linear = dense_map(A.where(A.isfinite(), 0))
+    return Dual(activation, linear, v, b.where(keep, linear.apply(activation.sigma(v))))
+
+
+def _usable(dual: Dual, init: Tensor) -> Tensor:
+    """A start that is not a number, or absurdly far, is worse than none."""
+    if bool(init.abs().sum() < 1e3):
+        return init
+    y = dual.A.adjoint(init.nan_to_num()).abs().amax(-1)
+    near = init.isfinite().all(-1) & (y <= 1e3 * (1 + dual.v.abs().amax(-1)))
+    return init.where(near.unsqueeze(-1), 0)
 
 
 @final
@@ -200,8 +215,9 @@ class _GramSolve(torch.autograd.Function):
     @staticmethod
     def forward(w: Tensor, A: Tensor, rhs: Tensor, task: _Task) -> Tensor:
         rows = task.analysed(A)
-        flat = rows.restrict(rhs.reshape(-1, rhs.shape[-1]))
-        s = solve_gram(rows.basis, w.reshape(-1, w.shape[-1]), flat, rows.left_out)
+        n = rhs.shape[:-1].numel()
+        flat = rows.restrict(rhs.reshape(n, rhs.shape[-1]))
+        s = solve_gram(rows.basis, w.reshape(n, w.shape[-1]), flat, rows.left_out)
         return rows.leave(s).reshape(rhs.shape)
 
     @staticmethod

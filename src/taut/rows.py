@@ -77,7 +77,7 @@ def analyse(A: Float[Tensor, "*n I K"]) -> Rows:
     # A pivot is the distance of a unit row to the span of those before it. Below eps^⅓ the
     # square of the condition number starts to cost Newton its quadratic convergence.
     good = (info == 0) & (pivots > eps ** (1 / 3)).all(-1)
-    smallest = pivots.amin(-1) if pivots.shape[-1] else torch.ones_like(A[..., 0, 0])
+    smallest = pivots.amin(-1) if pivots.shape[-1] else A.new_ones(A.shape[:-2])
     left_out = torch.zeros(A.shape[:-1], dtype=torch.bool, device=A.device)
     if bool(good.all()):
         return Rows(dense_map(A), left_out, None, None, smallest.reciprocal())
@@ -89,7 +89,8 @@ def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor) -> Rows:
     *batch, rows, columns = A.shape
     eps = torch.finfo(A.dtype).eps
     scale = torch.diag_embed(norms.where(norms > 0, 1).reciprocal().squeeze(-1))
-    rest = torch.cat([unit, scale], dim=-1).reshape(-1, rows, columns + rows)
+    count = A.shape[:-2].numel()
+    rest = torch.cat([unit, scale], dim=-1).reshape(count, rows, columns + rows)
     basis = torch.zeros_like(rest)
     distance = torch.zeros(rest.shape[:2], dtype=A.dtype, device=A.device)
     chosen = torch.zeros_like(distance, dtype=torch.bool)
@@ -109,7 +110,7 @@ def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor) -> Rows:
         chosen[each, pivot] = True
         overlap = rest[..., :columns] @ row[:, :columns, None]
         rest = rest - overlap * row[:, None, :]
-    basis, distance = basis.reshape(*batch, rows, -1), distance.reshape(*batch, rows)
+    basis, distance = basis.reshape(*batch, rows, columns + rows), distance.reshape(*batch, rows)
     kept = distance > 0
     smallest = distance.where(kept, torch.ones_like(distance)).amin(-1)
     transform = basis[..., columns:]

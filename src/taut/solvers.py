@@ -4,7 +4,7 @@ A solver takes the problems of a batch and says, for each sample alone, how it e
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import final
 
 import torch
@@ -40,18 +40,21 @@ class Solver(ABC):
         """
 
 
-def relative_residual(dual: Dual, u: Tensor, z: Tensor, w: Tensor, residual: Tensor) -> Tensor:
-    """max_i |A z − b|_i over the size of what is rounded in it: |b| + |A|(|z| + w(|u| + |v|)).
+def rounding_scale(dual: Dual, u: Tensor, z: Tensor) -> Tensor:
+    """The size of what is rounded in A z − b, row by row: |b| + |A|(|z| + σ'(u)(|u| + |v|)).
 
-    The first terms are those of the sum A z − b. The last is what z = σ(u) inherits from the
-    rounding of u = v + Aᵀλ; with large logits it is the larger part.
+    The first two are the terms of the sum. The last is what z = σ(u) inherits from the rounding
+    of u = v + Aᵀλ; with large logits it is the larger part.
     """
-    spread = z.abs() + w * (u.abs() + dual.v.abs())
-    scale = dual.b.abs() + dual.A.abs().apply(spread)
-    ratio = torch.where(residual == 0, torch.zeros_like(residual), residual.abs() / scale)
-    if ratio.shape[-1] == 0:
-        return ratio.new_zeros(ratio.shape[:-1])
-    return ratio.amax(-1).nan_to_num(nan=torch.inf)
+    spread = z.abs() + dual.activation.slope(u) * (u.abs() + dual.v.abs())
+    return dual.b.abs() + dual.A.abs().apply(spread)
+
+
+def relative(residual: Tensor, scale: Tensor) -> Tensor:
+    """max_i |A z − b|_i over its scale, for each sample."""
+    if residual.shape[-1] == 0:
+        return residual.new_zeros(residual.shape[:-1])
+    return (residual.abs() / scale.clamp_min(torch.finfo(scale.dtype).tiny)).amax(-1)
 
 
 @final
@@ -64,19 +67,15 @@ class _State:
     u: Float[Tensor, "n K"]
     z: Float[Tensor, "n K"]
     residual: Float[Tensor, "n I"]  # A z − b
-    gradient: Float[Tensor, "n I"]  # T(A z − b)
-    best: Float[Tensor, "n"]  # smallest relative residual so far
+    relative: Float[Tensor, "n"]  # its size over |b| + |A||z|
+    best: Float[Tensor, "n"]  # the smallest of these before
 
     def rows(self, index: Tensor) -> "_State":
         return _State(*(getattr(self, f.name)[index] for f in fields(self)))
 
     def merge(self, index: Tensor, other: "_State") -> "_State":
-        return _State(
-            *(
-                getattr(self, f.name).index_copy(0, index, getattr(other, f.name))
-                for f in fields(self)
-            )
-        )
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return _State(*(mine.index_copy(0, index, theirs) for mine, theirs in pairs))
 
 
 @final
@@ -86,19 +85,22 @@ class _Problem:
 
     dual: Dual
     rows: Rows
+    size_of_b: Tensor
 
     def state(self, index: Tensor, multipliers: Tensor, best: Tensor) -> _State:
         u = self.dual.v + self.rows.basis.adjoint(multipliers)
         z = self.dual.activation.sigma(u)
         residual = self.dual.residual(z)
-        return _State(index, multipliers, u, z, residual, self.rows.restrict(residual), best)
+        scale = self.size_of_b + self.dual.A.abs().apply(z.abs())
+        return _State(index, multipliers, u, z, residual, relative(residual, scale), best)
 
-    def direction(self, w: Tensor, gradient: Tensor) -> Tensor:
-        """The Newton direction −H⁻¹g."""
-        return -solve_gram(self.rows.basis, w, gradient, self.rows.left_out)
+    def direction(self, u: Tensor, residual: Tensor) -> Tensor:
+        """The Newton direction −H⁻¹∇D."""
+        w = self.dual.activation.slope(u)
+        return -solve_gram(self.rows.basis, w, self.rows.restrict(residual), self.rows.left_out)
 
     def take(self, index: Tensor) -> "_Problem":
-        return _Problem(self.dual.rows(index), self.rows.rows(index))
+        return _Problem(self.dual.rows(index), self.rows.rows(index), self.size_of_b[index])
 
 
 @final
@@ -106,12 +108,12 @@ class _Problem:
 class Newton(Solver):
     """Newton's method with a line search on the slope of D; the default.
 
-    Each sample stops by itself when |A z − b| is within `tol` of its scale; None asks for the
+    Each sample stops by itself when |A z − b| is within `tol` of |b| + |A||z|; None asks for the
     rounding level of the dtype. Finished samples cost nothing more.
 
-    The step p is accepted by the derivative of D along it, h(α) = pᵀ∇D(λ + αp), which rises from
-    −|h(0)|: a step is too long when h has become clearly positive. Differences of D itself, as
-    in Armijo's rule, drown in rounding long before the residual does.
+    A step p is judged by the derivative of D along it, h(α) = pᵀ∇D(λ + αp), which rises from
+    −|h(0)|: it is too long when h has become clearly positive. Differences of D itself, as in
+    Armijo's rule, drown in rounding long before the residual does.
 
     >>> import taut
     >>> A, b = torch.ones(1, 3), torch.tensor([2.0])
@@ -122,9 +124,9 @@ class Newton(Solver):
     tol: float | None = None
     max_iterations: int = 200
 
-    # u moves at most this far in the first trial of a line search: σ is a different function there.
+    # u moves at most this far in the first trial of a line search: σ is another function there.
     _reach = 5.0
-    # Loosest level at which a residual that has stopped falling counts as rounding.
+    # The loosest level at which a residual that has stopped falling counts as rounding.
     _floor = 1e-13
 
     def __post_init__(self) -> None:
@@ -134,7 +136,7 @@ class Newton(Solver):
             raise ValueError(f"max_iterations must be ≥ 0; got {self.max_iterations!r}.")
 
     def solve(self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int) -> Outcome:
-        problem = _Problem(dual, rows)
+        problem = _Problem(dual, rows, dual.b.abs())
         state = self._start(problem, init)
         outcome = Outcome(
             torch.zeros_like(init),
@@ -143,18 +145,16 @@ class Newton(Solver):
             torch.full_like(state.index, Status.MAX_ITERATIONS),
         )
         for iteration in range(self.max_iterations + 1):
-            w = problem.dual.activation.slope(state.u)
-            status, state = self._judge(problem, state, w, iteration)
-            if iteration == self.max_iterations:
-                status = status.where(status >= 0, int(Status.MAX_ITERATIONS))
+            status = self._judge(problem, state, iteration)
             decided = status >= 0
-            if bool(decided.any()):
+            if bool(decided.any()) or iteration == self.max_iterations:
+                decided = decided | (iteration == self.max_iterations)
                 _write(outcome, problem, state, status, iteration, decided.nonzero().squeeze(-1))
                 left = (~decided).nonzero().squeeze(-1)
                 if len(left) == 0:
                     break
-                problem, state, w = problem.take(left), state.rows(left), w[left]
-            state = self._search(problem, state, problem.direction(w, state.gradient))
+                problem, state = problem.take(left), state.rows(left)
+            state = self._step(problem, state)
         return outcome
 
     def _start(self, problem: _Problem, init: Tensor) -> _State:
@@ -162,71 +162,83 @@ class Newton(Solver):
         best = torch.full_like(problem.dual.v[:, 0], torch.inf)
         state = problem.state(index, problem.rows.enter(problem.dual.A, init), best)
         for attempt in range(2):
-            lost = (~state.gradient.isfinite().all(-1)).nonzero().squeeze(-1)
-            if len(lost) == 0:
+            if bool(state.relative.sum().isfinite()):
                 break
             # exp overflowed. Only the part of v in the null space of A matters, so remove the
             # rest: v → v − Aᵀ(AAᵀ)⁻¹A(v + s·1), without and then with a downward shift s.
+            lost = (~state.relative.isfinite()).nonzero().squeeze(-1)
             part = problem.take(lost)
             v = part.dual.v
-            shift = v.amax(-1, keepdim=True) * attempt
-            image = part.rows.restrict(part.dual.A.apply(v + shift))
-            multipliers = part.direction(torch.ones_like(v), image)
+            image = part.rows.restrict(part.dual.A.apply(v + attempt * v.amax(-1, keepdim=True)))
+            flat = torch.ones_like(v)
+            multipliers = -solve_gram(part.rows.basis, flat, image, part.rows.left_out)
             state = state.merge(lost, part.state(index[lost], multipliers, best[lost]))
         return state
 
-    def _judge(
-        self, problem: _Problem, state: _State, w: Tensor, iteration: int
-    ) -> tuple[Tensor, _State]:
+    def _judge(self, problem: _Problem, state: _State, iteration: int) -> Tensor:
         """A Status for each sample, or −1 where the work goes on."""
-        eps = torch.finfo(w.dtype).eps
+        eps = torch.finfo(state.z.dtype).eps
         target = self.tol or 8 * eps
         floor = max(target, 16 * eps, self._floor)
-        relative = relative_residual(problem.dual, state.u, state.z, w, state.residual)
-        stalled = (relative <= floor) & (relative >= 0.5 * state.best)
-        status = torch.where((relative <= target) | stalled, int(Status.CONVERGED), -1)
+        converged = state.relative <= target
+        if bool(converged.all()):
+            return torch.zeros_like(state.index)
+        if bool((state.relative <= 1e4 * floor).any()):
+            # Near the end: is what is left the rounding of u, and has it stopped falling?
+            scale = rounding_scale(problem.dual, state.u, state.z)
+            level = relative(state.residual, scale)
+            stalled = (level <= floor) & (state.relative >= 0.5 * state.best)
+            converged = converged | (level <= target) | stalled
+        status = torch.where(converged, int(Status.CONVERGED), -1)
         if problem.rows.projector is not None:
-            # The rows kept are satisfied to rounding and a redundant one is not.
+            # The rows kept are satisfied to rounding, and a redundant one is not.
             kept = state.residual.masked_fill(problem.rows.left_out, 0)
-            solved = relative_residual(problem.dual, state.u, state.z, w, kept) <= target
-            status = status.where((status == 0) | ~solved, int(Status.INCONSISTENT))
+            solved = relative(kept, rounding_scale(problem.dual, state.u, state.z)) <= target
+            status = status.where(converged | ~solved, int(Status.INCONSISTENT))
         if iteration > 1:
             multipliers = problem.rows.leave(state.multipliers)
             y = problem.rows.basis.adjoint(state.multipliers)
             proven = certifies(y, multipliers, problem.dual.b, problem.dual.activation)
-            status = status.where((status == 0) | ~proven, int(Status.INFEASIBLE))
-        overflow = ~state.gradient.isfinite().all(-1)
-        status = status.where(~overflow, int(Status.NONFINITE))
-        return status, replace(state, best=torch.minimum(state.best, relative))
+            status = status.where(converged | ~proven, int(Status.INFEASIBLE))
+        return status.where(state.relative.isfinite(), int(Status.NONFINITE))
 
-    def _search(self, problem: _Problem, state: _State, step: Tensor) -> _State:
-        """The state at λ + αp, with α chosen for each sample from the sign and size of h(α)."""
-        steepness = (step * state.gradient).sum(-1).abs()
-        result = problem.state(state.index, state.multipliers + step, state.best)
-        reach = (result.u - state.u).abs().amax(-1) if state.u.shape[-1] else steepness
-        far = ~(reach <= self._reach)
-        slope = (step * result.gradient).sum(-1)
-        alpha = torch.ones_like(steepness)
-        alpha = torch.where(far, (self._reach / reach).nan_to_num(nan=0.0), alpha)
-        growing = far
-        todo = (far | ~(slope <= 0.5 * steepness)).nonzero().squeeze(-1)
-        shrink = (steepness / (steepness + slope)).nan_to_num(nan=0.1).clamp(0.1, 0.5)
-        alpha = torch.where(far, alpha, shrink)
+    def _step(self, problem: _Problem, state: _State) -> _State:
+        step = problem.direction(state.u, state.residual)
+        best = torch.minimum(state.best, state.relative)
+        result = problem.state(state.index, state.multipliers + step, best)
+        reach = (result.u - state.u).abs().amax(-1)
+        # Most steps are plainly good: near, and with a residual that has fallen by a lot.
+        good = (result.relative <= 0.25 * state.relative) & (reach <= self._reach)
+        if bool(good.all()):
+            return result
+        rest = (~good).nonzero().squeeze(-1)
+        searched = self._search(problem.take(rest), result.rows(rest), state.rows(rest), step[rest])
+        return result.merge(rest, searched)
+
+    def _search(self, problem: _Problem, full: _State, state: _State, step: Tensor) -> _State:
+        """The state at λ + αp, with α chosen for each sample from the size and sign of h(α)."""
+        steepness = (step * problem.rows.restrict(state.residual)).sum(-1).abs()
+        alpha = (self._reach / (full.u - state.u).abs().amax(-1)).nan_to_num(0.0).clamp(max=1)
+        growing, low = alpha < 1, torch.zeros_like(alpha)
+        todo = torch.arange(len(step), device=step.device)
+        result = full
         for _ in range(60):
-            if len(todo) == 0:
-                break
-            part, h0, a = problem.take(todo), steepness[todo], alpha[todo]
-            moved = state.multipliers[todo] + a[:, None] * step[todo]
-            trial = part.state(state.index[todo], moved, state.best[todo])
+            part, h0, a, floor = problem.take(todo), steepness[todo], alpha[todo], low[todo]
+            moved = state.multipliers[todo] + a.unsqueeze(-1) * step[todo]
+            trial = part.state(state.index[todo], moved, full.best[todo])
             result = result.merge(todo, trial)
-            h = (step[todo] * trial.gradient).sum(-1)
+            h = (step[todo] * part.rows.restrict(trial.residual)).sum(-1)
             long = ~(h <= 0.5 * h0)
             # D still falls at half its first rate at the end of a shortened step: go further.
             short = (h < -0.5 * h0) & growing[todo] & (a < 1)
             cut = (h0 / (h0 + h)).nan_to_num(nan=0.1).clamp(0.1, 0.5)
-            alpha[todo] = torch.where(long, a * cut, torch.where(short, (4 * a).clamp(max=1), a))
-            growing = growing.index_put((todo,), short)
+            further = torch.where(short, (4 * a).clamp(max=1), a)
+            alpha[todo] = torch.where(long, floor + (a - floor) * cut, further)
+            low[todo] = torch.where(short, a, floor)
+            growing[todo] = short
             todo = todo[long | short]
+            if len(todo) == 0:
+                break
         return result
 
 
@@ -242,7 +254,7 @@ def _write(
     outcome.multipliers[index] = problem.rows.rows(decided).leave(state.multipliers[decided])
     outcome.u[index] = state.u[decided]
     outcome.iterations[index] = iteration
-    outcome.status[index] = status[decided]
+    outcome.status[index] = status[decided].where(status[decided] >= 0, int(Status.MAX_ITERATIONS))
 
 
 @final
@@ -319,9 +331,7 @@ class GradientDescent(Solver):
     def _outcome(self, dual: Dual, multipliers: Tensor, iterations: Tensor) -> Outcome:
         u = dual.predictor(multipliers)
         z = dual.activation.sigma(u)
-        w = dual.activation.slope(u)
-        relative = relative_residual(dual, u, z, w, dual.residual(z))
-        eps = torch.finfo(u.dtype).eps
-        converged = relative <= max(self.threshold, 16 * eps)
+        level = relative(dual.residual(z), rounding_scale(dual, u, z))
+        converged = level <= max(self.threshold, 16 * torch.finfo(u.dtype).eps)
         status = torch.where(converged, int(Status.CONVERGED), int(Status.MAX_ITERATIONS))
         return Outcome(multipliers, u, iterations, status)

@@ -1,0 +1,1 @@
+"""The paper's experiments. They import taut; taut never imports them."""
