@@ -1,6 +1,6 @@
 """Side by side with the peers: one run, one machine, the same problems, errors beside the times.
 
-    make bench                                             # everything, about an hour
+    make bench                                             # everything; an hour or more
     python benchmarks/run.py --families sigmoid --samples 16 256 --budget 2 --peers moreau scipy
 
 Every measurement is a process of its own, in its peer's environment. ``taut`` is measured before
