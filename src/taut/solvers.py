@@ -161,18 +161,28 @@ class Newton(Solver):
         index = torch.arange(len(init), device=init.device)
         best = torch.full_like(problem.dual.v[:, 0], torch.inf)
         state = problem.state(index, problem.rows.enter(problem.dual.A, init), best)
-        for attempt in range(2):
-            if bool(state.relative.sum().isfinite()):
-                break
-            # exp overflowed. Only the part of v in the null space of A matters, so remove the
-            # rest: v → v − Aᵀ(AAᵀ)⁻¹A(v + s·1), without and then with a downward shift s.
-            lost = (~state.relative.isfinite()).nonzero().squeeze(-1)
-            part = problem.take(lost)
-            v = part.dual.v
-            image = part.rows.restrict(part.dual.A.apply(v + attempt * v.amax(-1, keepdim=True)))
+        lost = ~(state.residual.abs() <= 1e4 * (1 + problem.size_of_b)).all(-1)
+        if bool(lost.any()):
+            lost = lost.nonzero().squeeze(-1)
+            state = state.merge(lost, self._lower(problem.take(lost), state.rows(lost)))
+        return state
+
+    def _lower(self, problem: _Problem, state: _State) -> _State:
+        """A better start where exp begins far too high, if there is one.
+
+        Only the part of v in the null space of A matters, so the rest can be taken out; and then
+        u can move down as one: v → v − Aᵀ(AAᵀ)⁻¹A(v + s·1), first with s = 0, then s = max u.
+        """
+        shift, v = torch.zeros_like(state.u[:, :1]), problem.dual.v
+        for _ in range(2):
+            image = problem.rows.restrict(problem.dual.A.apply(v + shift))
             flat = torch.ones_like(v)
-            multipliers = -solve_gram(part.rows.basis, flat, image, part.rows.left_out)
-            state = state.merge(lost, part.state(index[lost], multipliers, best[lost]))
+            multipliers = -solve_gram(problem.rows.basis, flat, image, problem.rows.left_out)
+            trial = problem.state(state.index, multipliers, state.best)
+            shift = trial.u.amax(-1, keepdim=True)
+            size, before = (x.residual.abs().amax(-1).nan_to_num(torch.inf) for x in (trial, state))
+            better = (size < before).nonzero().squeeze(-1)
+            state = state.merge(better, trial.rows(better))
         return state
 
     def _judge(self, problem: _Problem, state: _State, iteration: int) -> Tensor:
@@ -183,12 +193,13 @@ class Newton(Solver):
         converged = state.relative <= target
         if bool(converged.all()):
             return torch.zeros_like(state.index)
-        if bool((state.relative <= 1e4 * floor).any()):
-            # Near the end: is what is left the rounding of u, and has it stopped falling?
+        near = state.relative <= min(1e6 * floor, 1e-2)
+        if bool(near.any()):
+            # Is what is left the rounding of u, or has it stopped falling?
             scale = rounding_scale(problem.dual, state.u, state.z)
             level = relative(state.residual, scale)
             stalled = (level <= floor) & (state.relative >= 0.5 * state.best)
-            converged = converged | (level <= target) | stalled
+            converged = converged | (near & ((level <= target) | stalled))
         status = torch.where(converged, int(Status.CONVERGED), -1)
         if problem.rows.projector is not None:
             # The rows kept are satisfied to rounding, and a redundant one is not.
@@ -219,7 +230,7 @@ class Newton(Solver):
         """The state at λ + αp, with α chosen for each sample from the size and sign of h(α)."""
         steepness = (step * problem.rows.restrict(state.residual)).sum(-1).abs()
         alpha = (self._reach / (full.u - state.u).abs().amax(-1)).nan_to_num(0.0).clamp(max=1)
-        growing, low = alpha < 1, torch.zeros_like(alpha)
+        growing, low = torch.ones_like(alpha, dtype=torch.bool), torch.zeros_like(alpha)
         todo = torch.arange(len(step), device=step.device)
         result = full
         for _ in range(60):
@@ -229,10 +240,11 @@ class Newton(Solver):
             result = result.merge(todo, trial)
             h = (step[todo] * part.rows.restrict(trial.residual)).sum(-1)
             long = ~(h <= 0.5 * h0)
-            # D still falls at half its first rate at the end of a shortened step: go further.
-            short = (h < -0.5 * h0) & growing[todo] & (a < 1)
+            # D still falls at a good part of its first rate: go further. exp needs it, whose
+            # Newton step is one unit of u however far there is to go.
+            short = (h < -0.3 * h0) & growing[todo]
             cut = (h0 / (h0 + h)).nan_to_num(nan=0.1).clamp(0.1, 0.5)
-            further = torch.where(short, (4 * a).clamp(max=1), a)
+            further = torch.where(short, 4 * a, a)
             alpha[todo] = torch.where(long, floor + (a - floor) * cut, further)
             low[todo] = torch.where(short, a, floor)
             growing[todo] = short

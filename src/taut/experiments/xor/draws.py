@@ -1,7 +1,5 @@
 """All randomness: each run has generators of its own, so its numbers do not depend on the others."""
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -70,8 +68,3 @@ def redraw(network: nn.Module, source: torch.Generator) -> None:
 def shuffled(count: int, sources: list[torch.Generator]) -> Int[Tensor, "runs count"]:
     """A fresh order of the patterns for each run."""
     return torch.stack([torch.randperm(count, generator=source) for source in sources])
-
-
-def stacked(tensors: list[Tensor], **to: Any) -> Tensor:
-    """One tensor with a leading run dimension."""
-    return torch.stack(tensors).to(**to)
