@@ -10,6 +10,7 @@ from taut.modules import (
     Projection as Projection,
 )
 from taut.projection import project as project
+from taut.rows import ConditionWarning as ConditionWarning
 from taut.solution import Solution as Solution, SolveError as SolveError, Status as Status
 from taut.solvers import GradientDescent as GradientDescent, Newton as Newton
 

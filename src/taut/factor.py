@@ -5,6 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from taut.linear import LinearMap
+from taut.sparse import SparseMap
 
 
 def solve_gram(
@@ -24,7 +25,10 @@ def solve_gram(
     tensor([[1.]])
     """
     # Slopes that have underflowed would make the matrix zero; the floor keeps a direction in it.
-    gram = A.gram(w.clamp_min(torch.finfo(w.dtype).tiny ** 0.5))
+    w = w.clamp_min(torch.finfo(w.dtype).tiny ** 0.5)
+    if isinstance(A, SparseMap) and A.iterative:
+        return conjugate_gradient(A, w, rhs)
+    gram = A.gram(w)
     out = left_out if bool(left_out.any()) else None
     if out is not None:
         gram = gram.masked_fill(out.unsqueeze(-1) | out.unsqueeze(-2), 0)
@@ -54,3 +58,35 @@ def _solve_singular(gram: Tensor, rhs: Tensor) -> Tensor:
         factor, info = factor.index_copy(0, bad, again), info.index_copy(0, bad, code)
         lift *= 100
     return scale * torch.cholesky_solve((scale * rhs).unsqueeze(-1), factor).squeeze(-1)
+
+
+def conjugate_gradient(
+    A: SparseMap, w: Float[Tensor, "N K"], rhs: Float[Tensor, "N I"]
+) -> Float[Tensor, "N I"]:
+    """s with A diag(w) Aᵀ s = rhs to rounding, the matrix only applied, never formed.
+
+    Preconditioned by its diagonal. A sample that is done stands still.
+
+    >>> from taut.sparse import sparse_map
+    >>> A = sparse_map(torch.eye(2).to_sparse())
+    >>> conjugate_gradient(A, torch.tensor([[2.0, 4.0]]), torch.tensor([[2.0, 2.0]]))
+    tensor([[1.0000, 0.5000]])
+    """
+    diagonal = A.gram_diagonal(w)
+    inverse = torch.where(diagonal > 0, diagonal.reciprocal(), torch.zeros_like(diagonal))
+    solution = torch.zeros_like(rhs)
+    rest, step = rhs, inverse * rhs
+    energy = (rest * step).sum(-1, keepdim=True)
+    goal = energy * torch.finfo(w.dtype).eps ** 2
+    for _ in range(10 * rhs.shape[-1]):
+        open_ = energy > goal
+        if not bool(open_.any()):
+            break
+        image = A.apply(w * A.adjoint(step))
+        length = torch.where(open_, energy / (step * image).sum(-1, keepdim=True), 0)
+        solution = solution + length * step
+        rest = rest - length * image
+        scaled = inverse * rest
+        previous, energy = energy, (rest * scaled).sum(-1, keepdim=True)
+        step = torch.where(open_, scaled + (energy / previous) * step, step)
+    return solution

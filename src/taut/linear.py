@@ -24,6 +24,11 @@ class LinearMap(ABC):
 
     data: Tensor
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(I, K)."""
+        return self.data.shape[-2], self.data.shape[-1]
+
     @abstractmethod
     def apply(self, z: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I"]:
         """A z."""

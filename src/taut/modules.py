@@ -8,10 +8,13 @@ from torch import Tensor, nn
 
 from taut.activation import Activation
 from taut.activations import resolve
-from taut.projection import OnFailure, prepare, project_prepared, validate
+from taut.implicit import OnFailure, examine
+from taut.linear import LinearMap
+from taut.projection import as_map, project_examined
 from taut.rows import Rows
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
+from taut.validation import validate
 
 
 @final
@@ -44,7 +47,7 @@ class Projection(nn.Module):
         self.activation = resolve(activation)
         self.solver = solver
         self.on_failure: OnFailure = on_failure
-        self._analysed: tuple[Any, Rows] | None = None
+        self._known: tuple[Any, tuple[LinearMap, Rows]] | None = None
 
     def forward(
         self, v: Float[Tensor, "*batch K"], b: Float[Tensor, "*b_batch I"] | None = None
@@ -66,20 +69,20 @@ class Projection(nn.Module):
                 "construction, Projection(A, b)."
             )
         validate(v, self.A, b, init, self.on_failure)
-        return project_prepared(
-            v, self.A, b, self._rows(), self.activation, self.solver, init, self.on_failure
-        )
+        A, rows = self._examined()
+        return project_examined(v, A, b, rows, self.activation, self.solver, init, self.on_failure)
 
-    def _rows(self) -> Rows:
+    def _examined(self) -> tuple[LinearMap, Rows]:
         # What is known of A is worked out once, and again only when A has been moved or changed.
         A = self.A
-        key = (id(A), A.data_ptr(), A.dtype, A.device, None if A.is_inference() else A._version)
-        if self._analysed is None or self._analysed[0] != key:
-            self._analysed = (key, prepare(A))
-        return self._analysed[1]
+        key = (id(A), A.dtype, A.device, None if A.is_inference() else A._version)
+        if self._known is None or self._known[0] != key:
+            linear = as_map(A)
+            self._known = (key, (linear, examine(linear, self.solver)))
+        return self._known[1]
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_analysed": None}
+        return {**self.__dict__, "_known": None}
 
     def extra_repr(self) -> str:
         shape = tuple(self.A.shape)

@@ -8,6 +8,7 @@ found here once, before the first iteration:
 - *nearly redundant* rows: the system is formed with orthonormal rows Q = T A instead of A.
 """
 
+import warnings
 from dataclasses import dataclass
 from typing import final
 
@@ -16,6 +17,15 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from taut.linear import BatchedMap, DenseMap, LinearMap, dense_map
+
+
+@final
+class ConditionWarning(UserWarning):
+    """A tiny residual no longer pins down the solution.
+
+    >>> issubclass(ConditionWarning, UserWarning)
+    True
+    """
 
 
 @final
@@ -67,6 +77,13 @@ def _transform(x: Tensor, matrix: Tensor) -> Tensor:
     return BatchedMap(matrix).apply(x)
 
 
+def unexamined(A: LinearMap) -> Rows:
+    """The rows as they are, where looking at them would mean making A dense."""
+    device = A.data.device
+    left_out = torch.zeros(A.shape[0], dtype=torch.bool, device=device)
+    return Rows(A, left_out, None, None, A.data.new_tensor(torch.nan))
+
+
 def analyse(A: Float[Tensor, "*n I K"]) -> Rows:
     """Look at the rows of a dense A, (I, K) or (N, I, K), which must be finite."""
     norms = A.norm(dim=-1, keepdim=True)
@@ -81,7 +98,18 @@ def analyse(A: Float[Tensor, "*n I K"]) -> Rows:
     left_out = torch.zeros(A.shape[:-1], dtype=torch.bool, device=A.device)
     if bool(good.all()):
         return Rows(dense_map(A), left_out, None, None, smallest.reciprocal())
-    return _orthonormalise(A, unit, norms)
+    rows = _orthonormalise(A, unit, norms)
+    worst = rows.condition.max().item()
+    if worst * eps**0.5 > 1:
+        warnings.warn(
+            f"A is ill-conditioned: its rows, scaled to length 1, have condition number about "
+            f"{worst:.0e}. A z = b then pins z down to {worst * eps:.0e} of its size only, and the "
+            "multipliers hardly at all (solution.condition has the estimate for each sample). "
+            "Use float64, or rows that are less alike.",
+            ConditionWarning,
+            stacklevel=2,
+        )
+    return rows
 
 
 def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor) -> Rows:

@@ -65,6 +65,8 @@ class Solution:
     """The result of `taut.project`: everything is measured at this very z.
 
     `z`, `multipliers` and `u` carry gradients to v, A and b. `residual` is max_i |A z − b|_i.
+    `condition` estimates the condition number of A's rows, scaled to length 1 (NaN for sparse A):
+    rounding moves z by about `condition`·eps, the multipliers by up to `condition`²·eps.
 
     >>> import torch, taut
     >>> v, A, b = torch.zeros(3), torch.ones(1, 3), torch.tensor([1.0])
@@ -79,6 +81,7 @@ class Solution:
     residual: Float[Tensor, "*batch"]
     iterations: Int[Tensor, "*batch"]
     status: Int[Tensor, "*batch"]
+    condition: Float[Tensor, "*batch"]
     problem: "Dual"
 
     @property

@@ -30,7 +30,9 @@ class Outcome:
 
 
 class Solver(ABC):
-    """How the multipliers are found."""
+    """How the multipliers are found; `dtype` is that of the solve, None for that of v."""
+
+    dtype: torch.dtype | None = None
 
     @abstractmethod
     def solve(self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int) -> Outcome:
@@ -109,7 +111,8 @@ class Newton(Solver):
     """Newton's method with a line search on the slope of D; the default.
 
     Each sample stops by itself when |A z − b| is within `tol` of |b| + |A||z|; None asks for the
-    rounding level of the dtype. Finished samples cost nothing more.
+    rounding level of the dtype. Finished samples cost nothing more. `dtype=torch.float64` solves
+    in float64 whatever the dtype of v, for problems that float32 cannot decide.
 
     A step p is judged by the derivative of D along it, h(α) = pᵀ∇D(λ + αp), which rises from
     −|h(0)|: it is too long when h has become clearly positive. Differences of D itself, as in
@@ -123,6 +126,7 @@ class Newton(Solver):
 
     tol: float | None = None
     max_iterations: int = 200
+    dtype: torch.dtype | None = None
 
     # u moves at most this far in the first trial of a line search: σ is another function there.
     _reach = 5.0
@@ -134,6 +138,8 @@ class Newton(Solver):
             raise ValueError(f"tol must be positive or None; got {self.tol!r}.")
         if self.max_iterations < 0:
             raise ValueError(f"max_iterations must be ≥ 0; got {self.max_iterations!r}.")
+        if self.dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"dtype must be float32, float64 or None; got {self.dtype!r}.")
 
     def solve(self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int) -> Outcome:
         problem = _Problem(dual, rows, dual.b.abs())
@@ -299,6 +305,8 @@ class GradientDescent(Solver):
     max_iterations: int = 1000
 
     def __post_init__(self) -> None:
+        if self.max_iterations < 0:
+            raise ValueError(f"max_iterations must be ≥ 0; got {self.max_iterations!r}.")
         if not (self.step > 0 and self.min_step > 0 and self.threshold >= 0):
             raise ValueError(
                 "GradientDescent needs step > 0, min_step > 0 and threshold ≥ 0; got "

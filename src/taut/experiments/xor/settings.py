@@ -8,10 +8,9 @@ import torch
 
 from taut.solvers import GradientDescent, Newton, Solver
 
-INPUTS = ("corners", "uniform", "normal")
+INPUTS = ("uniform", "normal", "corners")
 OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
-COUNTS = ("epoch", "batch")
 
 _SEED_LIMIT, _RUN_LIMIT = 10**9, 10**6
 
@@ -82,7 +81,7 @@ class Settings:
     batch_size: int = 100
     optimizer: str = "adam"
     lr: float = 0.01
-    inputs: str = "corners"
+    inputs: str = "uniform"
     test_patterns: int = 1000
     dtype: str = "float32"
     seed: int = 0

@@ -1,0 +1,215 @@
+"""The solve as a differentiable function of v, A and b, by the implicit function theorem."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor
+
+from taut.activation import Activation
+from taut.dual import Dual
+from taut.factor import solve_gram
+from taut.linear import LinearMap, dense_map
+from taut.rows import Rows, analyse, unexamined
+from taut.solution import SolveError, Status, explain
+from taut.solvers import Solver
+from taut.sparse import Pattern, SparseMap
+
+OnFailure = Literal["raise", "return"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Task:
+    """What the autograd functions need besides tensors."""
+
+    activation: Activation
+    solver: Solver
+    rows: Rows | None  # what is known of A; None to have it worked out
+    pattern: Pattern | None  # where the non-zeros of a sparse A are
+    on_failure: OnFailure
+    batch_ndim: int
+
+    def map(self, data: Tensor) -> LinearMap:
+        """A, from the tensor that carries its gradient."""
+        return dense_map(data) if self.pattern is None else SparseMap(data, self.pattern)
+
+    def examined(self, data: Tensor) -> Rows:
+        """What there is to know of A's rows, in the dtype of the solver."""
+        return examine(self.map(data.detach()), self.solver) if self.rows is None else self.rows
+
+
+def examine(A: LinearMap, solver: Solver) -> Rows:
+    """What depends on A alone; `Projection` does it once for all batches."""
+    data = A.data.detach()
+    data = data.where(data.isfinite(), 0).to(solver.dtype or data.dtype)
+    if isinstance(A, SparseMap):
+        return unexamined(SparseMap(data, A.pattern))
+    if data.ndim > 2:
+        data = data.reshape(data.shape[:-2].numel(), *data.shape[-2:])
+    return analyse(data)
+
+
+@final
+class Multipliers(torch.autograd.Function):
+    """(v, A, b) → (λ, u): the solve, and the implicit function theorem as its derivative.
+
+    With w = σ'(u), H = A diag(w) Aᵀ and gradients g on u and g_λ on λ:
+    s = H⁻¹(A g + g_λ),  ∂v = g − w∘Aᵀs,  ∂b = s,  ∂A = λ ∂vᵀ − s zᵀ.
+    """
+
+    @staticmethod
+    def forward(v: Tensor, data: Tensor, b: Tensor, init: Tensor, task: Task) -> tuple:
+        batch = v.shape[:-1]
+        rows = task.examined(data)
+        dual, finite = _problems(v, data, b, task)
+        start = _usable(dual, init.reshape(dual.b.shape).to(dual.b.dtype))
+        size = batch[-1] if task.batch_ndim else 1
+        outcome = task.solver.solve(dual, rows, start, size)
+        multipliers, u, status = outcome.multipliers, outcome.u.to(v.dtype), outcome.status
+        if not bool(finite.all()):
+            status = status.where(finite, int(Status.NONFINITE))
+            multipliers = multipliers.where(finite.unsqueeze(-1), 0)
+            u = u.where(finite.unsqueeze(-1), v.reshape(u.shape))
+        u, status = u.reshape(v.shape), status.reshape(batch)
+        if task.on_failure == "raise" and bool((status != Status.CONVERGED).any()):
+            residual = task.map(data).apply(task.activation.sigma(u)) - b
+            residual = residual.abs().amax(-1)
+            raise SolveError(explain(status, residual), status, residual)
+        return (
+            multipliers.to(v.dtype).reshape(b.shape),
+            u,
+            outcome.iterations.reshape(batch),
+            status,
+            rows.condition.expand(batch.numel()).reshape(batch).to(v.dtype),
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+        multipliers, u, iterations, status, condition = output
+        ctx.mark_non_differentiable(iterations, status, condition)
+        ctx.save_for_backward(inputs[1], multipliers, u, status)
+        ctx.task = inputs[4]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        data, multipliers, u, status = ctx.saved_tensors
+        # A failed sample has zero gradient, and nothing of it may reach its neighbours.
+        ok = (status == Status.CONVERGED).unsqueeze(-1)
+        zero = torch.zeros((), dtype=u.dtype, device=u.device)
+        g_multipliers, g_u = (torch.where(ok, g, zero) for g in grads[:2])
+        multipliers, u = torch.where(ok, multipliers, zero), torch.where(ok, u, zero)
+        activation, A = ctx.task.activation, ctx.task.map(data)
+        w, z = activation.slope(u), activation.output(u)
+        w, z = torch.where(ok, w, zero), torch.where(ok, z, zero)
+        s = GramSolve.apply(w, data, A.apply(g_u) + g_multipliers, ctx.task)
+        s = torch.where(ok, s, zero)
+        dv = g_u - w * A.adjoint(s)
+        dA = None
+        if ctx.needs_input_grad[1]:
+            dA = A.outer(multipliers, dv) - A.outer(s, z)
+        return dv, dA, s, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
+        A, task = args[1], args[4]
+        v, b, init = (_lead(args[i], in_dims[i], info.batch_size) for i in (0, 2, 3))
+        A, task = _lead_map(A, in_dims[1], v, task)
+        outputs = Multipliers.apply(v, A, b, init, task)
+        return outputs, (0, 0, 0, 0, 0)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """For each sample: is every entry a number? The sum settles the usual case at once."""
+    if bool(x.sum().isfinite()):
+        return torch.ones((), dtype=torch.bool, device=x.device)
+    if x.ndim == 3:
+        x = x.flatten(1)
+    return x.isfinite().all(-1)
+
+
+def _problems(v: Tensor, data: Tensor, b: Tensor, task: Task) -> tuple[Dual, Tensor]:
+    """The batch in one dimension and in the solver's dtype, and which samples are finite.
+
+    Those that are not are replaced by problems already solved, so that none has to be left out.
+    """
+    n, dtype = v.shape[:-1].numel(), task.solver.dtype or v.dtype
+    v, b = v.reshape(n, v.shape[-1]).to(dtype), b.reshape(n, b.shape[-1]).to(dtype)
+    data = data.to(dtype)
+    if data.ndim > 2:
+        data = data.reshape(n, *data.shape[-2:])
+    finite = _finite(v) & _finite(b) & (_finite(data) if data.ndim > 2 else data.isfinite().all())
+    if bool(finite.all()):
+        return Dual(task.activation, task.map(data), v, b), finite
+    finite = finite.expand(n)
+    keep = finite.unsqueeze(-1)
+    A = task.map(data.where(data.isfinite(), 0))
+    v = v.where(keep, 0)
+    return Dual(task.activation, A, v, b.where(keep, A.apply(task.activation.sigma(v)))), finite
+
+
+def _usable(dual: Dual, init: Tensor) -> Tensor:
+    """A start that is not a number, or absurdly far, is worse than none."""
+    if bool(init.abs().sum() < 1e3):
+        return init
+    y = dual.A.adjoint(init.nan_to_num()).abs().amax(-1)
+    near = init.isfinite().all(-1) & (y <= 1e3 * (1 + dual.v.abs().amax(-1)))
+    return init.where(near.unsqueeze(-1), 0)
+
+
+@final
+class GramSolve(torch.autograd.Function):
+    """s = (A diag(w) Aᵀ)⁻¹ r, differentiable as often as needed: its backward is itself.
+
+    With t = (A diag(w) Aᵀ)⁻¹ g: ∂r = t, ∂w = −Aᵀt ∘ Aᵀs, ∂A = −t (w∘Aᵀs)ᵀ − s (w∘Aᵀt)ᵀ.
+    """
+
+    @staticmethod
+    def forward(w: Tensor, data: Tensor, rhs: Tensor, task: Task) -> Tensor:
+        rows = task.examined(data)
+        n, dtype = rhs.shape[:-1].numel(), rows.basis.data.dtype
+        flat = rows.restrict(rhs.reshape(n, rhs.shape[-1]).to(dtype))
+        s = solve_gram(rows.basis, w.reshape(n, w.shape[-1]).to(dtype), flat, rows.left_out)
+        return rows.leave(s).reshape(rhs.shape).to(rhs.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        w, data, _, ctx.task = inputs
+        ctx.save_for_backward(w, data, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        w, data, s = ctx.saved_tensors
+        A = ctx.task.map(data)
+        t = GramSolve.apply(w, data, grads[0], ctx.task)
+        forth, back = A.adjoint(s), A.adjoint(t)
+        dA = None
+        if ctx.needs_input_grad[1]:
+            dA = -A.outer(t, w * forth) - A.outer(s, w * back)
+        return -back * forth, dA, t, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
+        w, A, rhs, task = args
+        w, rhs = _lead(w, in_dims[0], info.batch_size), _lead(rhs, in_dims[2], info.batch_size)
+        A, task = _lead_map(A, in_dims[1], w, task)
+        return GramSolve.apply(w, A, rhs, task), 0
+
+
+def _lead(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """x with the mapped dimension in front, repeated where x is not mapped."""
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _lead_map(data: Tensor, dim: int | None, v: Tensor, task: Task) -> tuple[Tensor, Task]:
+    if dim is None and data.ndim <= 2:
+        return data, task
+    if task.pattern is not None:
+        raise NotImplementedError(
+            "vmap over a sparse A: map over v and b, or give a dense A for each sample."
+        )
+    data = _lead(data, dim, v.shape[0])
+    if data.ndim < v.ndim + 1:  # one matrix for each mapped element, shared by the batch within
+        data = data.reshape(data.shape[0], *[1] * (v.ndim + 1 - data.ndim), *data.shape[1:])
+        data = data.expand(*v.shape[:-1], *data.shape[-2:])
+    return data, replace(task, rows=None)

@@ -1,0 +1,169 @@
+"""A sparse map A, never made dense: hierarchies, margins of tables, block structures."""
+
+import warnings
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, cast, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from taut.linear import LinearMap
+
+_DENSE_GRAM = 2048  # rows up to which A diag(s) Aᵀ is formed; beyond, it is only applied
+_PAIRS_LIMIT = 2**25
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Where the non-zeros are: `rows` and `columns`, sorted by row, of an (I, K) matrix."""
+
+    rows: Int[Tensor, "nnz"]
+    columns: Int[Tensor, "nnz"]
+    shape: tuple[int, int]
+
+    @cached_property
+    def _by_column(self) -> Tensor:
+        return torch.argsort(self.columns, stable=True)
+
+    @cached_property
+    def _starts(self) -> tuple[Tensor, Tensor]:
+        return _starts(self.rows, self.shape[0]), _starts(self.columns, self.shape[1])
+
+    def product(self, values: Tensor, x: Tensor, transpose: bool) -> Tensor:
+        """x @ Aᵀ, or x @ A with `transpose`, for a batch x of (n, K) or (n, I)."""
+        rows, columns = self.shape
+        order = self._by_column if transpose else slice(None)
+        shape = (columns, rows) if transpose else (rows, columns)
+        inner = self.rows if transpose else self.columns
+        with warnings.catch_warnings():  # "Sparse CSR tensor support is in beta state"
+            warnings.simplefilter("ignore", UserWarning)
+            starts = self._starts[transpose]
+            matrix = torch.sparse_csr_tensor(
+                starts, inner[order], values[order], shape, check_invariants=False
+            )
+            return (matrix @ x.mT).mT
+
+    @cached_property
+    def _pairs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For every pair of non-zeros in one column: both places, and the column."""
+        order = self._by_column
+        counts = torch.bincount(self.columns, minlength=self.shape[1])
+        first = torch.cumsum(counts, 0) - counts
+        size = counts.square()
+        column = torch.repeat_interleave(torch.arange(len(counts), device=size.device), size)
+        within = torch.arange(len(column), device=size.device) - (size.cumsum(0) - size)[column]
+        left = first[column] + within // counts[column].clamp_min(1)
+        right = first[column] + within % counts[column].clamp_min(1)
+        return order[left], order[right], column
+
+    def gram(self, values: Tensor, s: Tensor) -> Tensor:
+        """A diag(s) Aᵀ as dense (n, I, I)."""
+        left, right, column = self._pairs
+        size = self.shape[0]
+        place = self.rows[left] * size + self.rows[right]
+        weight = values[left] * values[right]
+        result = s.new_zeros(len(s), size * size)
+        for block in torch.arange(len(s), device=s.device).split(
+            max(1, _PAIRS_LIMIT // len(place) or 1)
+        ):
+            result[block] = result[block].index_add(1, place, s[block][:, column] * weight)
+        return result.reshape(len(s), size, size)
+
+
+def _starts(sorted_or_not: Tensor, size: int) -> Tensor:
+    counts = torch.bincount(sorted_or_not, minlength=size)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+@final
+class _Product(torch.autograd.Function):
+    """A x, or Aᵀx with `transpose`, differentiable in the values of A and in x, repeatedly."""
+
+    @staticmethod
+    def forward(values: Tensor, x: Tensor, pattern: Pattern, transpose: bool) -> Tensor:
+        flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+        return pattern.product(values, flat, transpose).reshape(*x.shape[:-1], -1).contiguous()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        values, x, ctx.pattern, ctx.transpose = inputs
+        ctx.save_for_backward(values, x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        values, x = ctx.saved_tensors
+        (g,) = grads
+        dvalues = dx = None
+        if ctx.needs_input_grad[0]:
+            row_side, column_side = (x, g) if ctx.transpose else (g, x)
+            dvalues = _gather(ctx.pattern, row_side, column_side)
+        if ctx.needs_input_grad[1]:
+            dx = _Product.apply(values, g, ctx.pattern, not ctx.transpose)
+        return dvalues, dx, None, None
+
+
+def _gather(pattern: Pattern, left: Tensor, right: Tensor) -> Tensor:
+    products = left[..., pattern.rows] * right[..., pattern.columns]
+    return products.reshape(left.shape[:-1].numel(), len(pattern.rows)).sum(0)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SparseMap(LinearMap):
+    """One sparse (I, K) matrix for all samples; `data` holds its non-zeros.
+
+    >>> A = torch.tensor([[1.0, 1.0, 0.0], [0.0, 0.0, 2.0]]).to_sparse()
+    >>> sparse_map(A).apply(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([3., 6.])
+    """
+
+    data: Float[Tensor, "nnz"]
+    pattern: Pattern
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(I, K)."""
+        return self.pattern.shape
+
+    @property
+    def iterative(self) -> bool:
+        """Is A diag(s) Aᵀ too large to be formed?"""
+        return self.pattern.shape[0] > _DENSE_GRAM
+
+    def apply(self, z: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I"]:
+        return cast(Tensor, _Product.apply(self.data, z, self.pattern, False))
+
+    def adjoint(self, multipliers: Float[Tensor, "*batch I"]) -> Float[Tensor, "*batch K"]:
+        return cast(Tensor, _Product.apply(self.data, multipliers, self.pattern, True))
+
+    def gram(self, s: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I I"]:
+        return self.pattern.gram(self.data, s)
+
+    def gram_diagonal(self, s: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I"]:
+        """The diagonal of A diag(s) Aᵀ."""
+        return SparseMap(self.data.square(), self.pattern).apply(s)
+
+    def outer(self, left: Float[Tensor, "*batch I"], right: Float[Tensor, "*batch K"]) -> Tensor:
+        return _gather(self.pattern, left, right)
+
+    def abs(self) -> "SparseMap":
+        return self._absolute
+
+    @cached_property
+    def _absolute(self) -> "SparseMap":
+        return SparseMap(self.data.abs(), self.pattern)
+
+    def rows(self, index: Tensor) -> "SparseMap":
+        return self
+
+
+def sparse_map(A: Tensor) -> SparseMap:
+    """The map of a torch sparse matrix; its values keep their gradient."""
+    if A.layout != torch.sparse_coo:
+        A = A.to_sparse_coo()
+    A = A.coalesce()
+    rows, columns = A.indices()
+    return SparseMap(A.values(), Pattern(rows, columns, (A.shape[0], A.shape[1])))
