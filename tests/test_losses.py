@@ -1,0 +1,251 @@
+"""matched_loss and bregman_loss: values, envelope gradients, targets that break the constraint."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import taut
+from tables import ROWS, SHORT, K, apply, target
+from taut import bregman_loss, matched_loss, project
+
+each_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+
+
+def problem(row, n=6):
+    v, A, y = torch.randn(n, K, requires_grad=True), torch.randn(2, K), target(row, n)
+    return v, A, apply(A, y), y
+
+
+@each_row
+def test_it_is_the_bregman_divergence(row):
+    v, A, b, y = problem(row)
+    solution = project(v, A, b, activation=row)
+    loss = matched_loss(solution, y, reduction="none")
+    assert_close(loss, row.bregman(y, solution.z).sum(-1), rtol=1e-8, atol=1e-10)
+    assert_close(loss, bregman_loss(solution.u, y, row, reduction="none"), rtol=1e-8, atol=1e-10)
+    assert bool((loss > 0).all())
+
+
+@each_row
+def test_pythagoras(row):
+    """B(y‖σ(v)) = B(y‖z) + B(z‖σ(v)) for feasible y: the paper's saddle-point objective."""
+    v, A, b, y = problem(row)
+    solution = project(v, A, b, activation=row)
+    start = row.sigma(v)
+    difference = (row.bregman(y, start) - row.bregman(solution.z, start)).sum(-1)
+    loss = matched_loss(solution, y, reduction="none")
+    assert_close(loss, difference, rtol=1e-8, atol=1e-10)
+
+
+@each_row
+def test_zero_at_the_target(row):
+    v = torch.randn(6, K)
+    y = row.sigma(v)
+    A = torch.randn(2, K)
+    loss = matched_loss(project(v, A, apply(A, y), activation=row), y, reduction="none")
+    assert loss.abs().max() < 1e-13 * (1 + row.psi(y).abs().sum(-1).max())
+
+
+@each_row
+@pytest.mark.parametrize("noise", [0.0, 0.1], ids=["feasible y", "noisy y"])
+def test_gradient_is_z_minus_y(row, noise):
+    v, A, b, y = problem(row)
+    lower, upper = row.range.bounds(y)
+    room = torch.minimum(torch.minimum(y - lower, upper - y), torch.tensor(1.0))
+    y = y + noise * room * torch.randn_like(y).clamp(-1, 1)
+    solution = project(v, A, b, activation=row)
+    matched_loss(solution, y, reduction="sum").backward()
+    assert_close(v.grad, (solution.z - y).detach(), rtol=0, atol=1e-14)
+
+
+class Recorded(TorchDispatchMode):
+    """The names of all operations torch runs meanwhile."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@each_row
+def test_no_solve_in_backward(row):
+    """The envelope theorem: λ is a constant in the first derivative."""
+    v, A, b, y = problem(row)
+    A.requires_grad_()
+    b.requires_grad_()
+    solution = project(v, A, b, activation=row)
+    loss = matched_loss(solution, y)
+    with Recorded() as backward:
+        loss.backward(retain_graph=True)
+    solves = [name for name in backward.names if "cholesky" in name or "linalg" in name]
+    assert backward.names and solves == []
+    with Recorded() as backward:  # any other loss does need one
+        solution.z.square().sum().backward()
+    assert any("cholesky" in name or "linalg" in name for name in backward.names)
+
+
+def test_other_gradients_are_those_of_the_envelope():
+    """∂b = −λ, ∂A = λ zᵀ, ∂y = u(y) − v."""
+    row = ROWS["sigmoid"]
+    v, A, b, y = problem(row)
+    A.requires_grad_(), b.requires_grad_(), y.requires_grad_()
+    solution = project(v, A, b, activation=row)
+    matched_loss(solution, y, reduction="sum").backward()
+    multipliers, z = solution.multipliers.detach(), solution.z.detach()
+    assert_close(b.grad, -multipliers)
+    assert_close(A.grad, multipliers.mT @ z)
+    assert_close(y.grad, (row.inverse(y) - v).detach())
+
+
+def test_a_noisy_target_does_not_move_the_minimum():
+    """With yᵀAᵀλ in place of bᵀλ the gradient in v would not be z − y."""
+    v, A, b, y = problem(ROWS["linear"])
+    noisy = y + torch.randn_like(y)
+    solution = project(v, A, b)
+    loss = matched_loss(solution, noisy, reduction="none")
+    P = torch.eye(K) - A.mT @ torch.linalg.solve(A @ A.mT, A)
+    expected = 0.5 * ((noisy - solution.z) ** 2).sum(-1) + apply(A, noisy - y).mul(
+        solution.multipliers
+    ).sum(-1)
+    assert_close(loss, expected)
+    (g,) = torch.autograd.grad(loss.sum(), v)
+    assert_close(g @ P.mT, (v @ P.mT - noisy @ P.mT).detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_cross_entropy(dtype):
+    v = torch.randn(6, K, dtype=dtype, requires_grad=True)
+    labels = torch.randint(K, (6,))
+    one = torch.ones(1, dtype=dtype)
+    solution = project(v, torch.ones(1, K, dtype=dtype), one, activation="exp")
+    loss = matched_loss(solution, F.one_hot(labels, K).to(dtype))
+    assert_close(loss, F.cross_entropy(v, labels))
+    (g,) = torch.autograd.grad(loss, v)
+    (h,) = torch.autograd.grad(F.cross_entropy(v, labels), v)
+    assert_close(g, h)
+    assert_close(solution.multipliers, -v.logsumexp(-1, keepdim=True))
+
+
+def test_bce_with_logits():
+    v, y = torch.randn(6, K), torch.rand(6, K).round()  # at the ends of the range
+    expected = F.binary_cross_entropy_with_logits(v, y, reduction="none").sum(-1)
+    assert_close(bregman_loss(v, y, "sigmoid", reduction="none"), expected)
+    solution = project(v, torch.zeros(0, K), torch.zeros(0), activation="sigmoid")
+    assert_close(matched_loss(solution, y, reduction="none"), expected)
+
+
+def test_half_squared_error():
+    v, y = torch.randn(6, K), torch.randn(6, K)
+    expected = 0.5 * (v - y).square().sum(-1)
+    assert_close(bregman_loss(v, y, "linear", reduction="none"), expected)
+    A = torch.randn(2, K)
+    solution = project(v, A, apply(A, y))
+    expected = 0.5 * (solution.z - y).square().sum(-1)
+    assert_close(matched_loss(solution, y, reduction="none"), expected)
+
+
+def test_poisson():
+    v, y = torch.randn(6, K), torch.poisson(torch.rand(6, K) * 3)
+    expected = F.poisson_nll_loss(v, y, reduction="none") + torch.xlogy(y, y) - y
+    assert_close(bregman_loss(v, y, "exp", reduction="none"), expected.sum(-1))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "tanh", "exp", "bounded each"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_targets_at_the_ends_of_the_range(name, side):
+    row = ROWS[name]
+    v = torch.randn(6, K, requires_grad=True)
+    end = row.range.bounds(v)[side].expand(6, K)
+    y = torch.where(end.isfinite(), end, torch.ones(()))
+    A = torch.ones(1, K)
+    b = apply(A, row.sigma(torch.randn(6, K)))
+    solution = project(v, A, b, activation=row)
+    for loss in (matched_loss(solution, y), bregman_loss(solution.u, y, row)):
+        assert loss.isfinite()
+        (g,) = torch.autograd.grad(loss, v, retain_graph=True)
+        assert g.isfinite().all()
+    assert_close(
+        torch.autograd.grad(matched_loss(solution, y, reduction="sum"), v)[0],
+        (solution.z - y).detach(),
+        rtol=0,
+        atol=1e-14,
+    )
+
+
+@pytest.mark.parametrize("row", SHORT.values(), ids=SHORT.keys())
+def test_bregman_loss_of_any_predictor(row):
+    """Joint or predicted multipliers: gradient σ(u) − y in u, and Aᵀ of it in λ."""
+    v, A, b, y = problem(row)
+    multipliers = torch.randn(6, 2, requires_grad=True)
+    u = v + multipliers @ A
+    loss = bregman_loss(u, y, row, reduction="none")
+    assert_close(loss, row.bregman(y, row.sigma(u)).sum(-1), rtol=1e-8, atol=1e-10)
+    dv, dm = torch.autograd.grad(loss.sum(), (v, multipliers))
+    assert_close(dv, (row.sigma(u) - y).detach())
+    assert_close(dm, (apply(A, row.sigma(u)) - b).detach())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_reductions(reduction):
+    v, A, b, y = problem(ROWS["tanh"])
+    solution = project(v, A, b, activation="tanh")
+    each = row_losses = matched_loss(solution, y, reduction="none")
+    assert each.shape == (6,)
+    expected = row_losses if reduction == "none" else getattr(each, reduction)()
+    assert_close(matched_loss(solution, y, reduction=reduction), expected)
+    other = bregman_loss(solution.u, y, "tanh", reduction=reduction)
+    assert_close(other, expected, rtol=1e-9, atol=1e-10)
+
+
+def test_default_reduction_is_the_mean():
+    v, A, b, y = problem(ROWS["tanh"])
+    solution = project(v, A, b, activation="tanh")
+    assert_close(matched_loss(solution, y), matched_loss(solution, y, reduction="none").mean())
+
+
+def test_unbatched_and_leading_dimensions():
+    A = torch.randn(2, K)
+    for batch in ((), (2, 3)):
+        y = target(ROWS["sigmoid"], *batch)
+        solution = project(torch.randn(*batch, K), A, apply(A, y), activation="sigmoid")
+        assert matched_loss(solution, y, reduction="none").shape == batch
+        assert matched_loss(solution, y).shape == ()
+
+
+def test_integer_targets_are_numbers():
+    v, y = torch.randn(6, K), torch.randint(2, (6, K))
+    solution = project(v, torch.ones(1, K), torch.full((1,), 2.0), activation="sigmoid")
+    assert_close(bregman_loss(v, y.double(), "sigmoid"), F.binary_cross_entropy_with_logits(
+        v, y.double(), reduction="none").sum(-1).mean())  # fmt: skip
+    assert matched_loss(solution, y.double()).isfinite()
+
+
+@pytest.mark.usefixtures("as_user")
+def test_wrong_shape_of_y_is_quoted():
+    solution = project(torch.randn(6, K), torch.ones(1, K), torch.ones(1))
+    with pytest.raises(ValueError, match=r"shape of solution\.z, \(6, 5\); got \(6,\)"):
+        matched_loss(solution, torch.ones(6))
+    with pytest.raises(ValueError, match=r"shape of u, \(6, 5\); got \(5,\)"):
+        bregman_loss(solution.u, torch.ones(5), "linear")
+
+
+@pytest.mark.usefixtures("as_user")
+def test_unknown_reduction():
+    solution = project(torch.randn(6, K), torch.ones(1, K), torch.ones(1))
+    with pytest.raises(ValueError, match='reduction must be "mean", "sum" or "none"; got \'max\''):
+        matched_loss(solution, torch.ones(6, K), reduction="max")
+
+
+def test_gradient_descent_trains_as_in_the_paper():
+    """A λ that is not optimal still has the gradient of ℓ at that λ: z − y with its own z."""
+    v, A, b, y = problem(ROWS["sigmoid"])
+    solver = taut.GradientDescent()
+    solution = project(3 * v, A, b, activation="sigmoid", solver=solver, on_failure="return")
+    matched_loss(solution, y, reduction="sum").backward()
+    assert not solution.converged.all()
+    assert_close(v.grad, 3 * (solution.z - y).detach(), rtol=0, atol=1e-13)
