@@ -57,6 +57,16 @@ class Interval:
             torch.as_tensor(self.upper, dtype=like.dtype, device=like.device),
         )
 
+    @property
+    def bounded(self) -> bool:
+        """Are both ends finite, everywhere?
+
+        >>> Interval(0.0, 1.0).bounded, Interval(0.0, math.inf).bounded
+        (True, False)
+        """
+        width = torch.as_tensor(self.upper) - torch.as_tensor(self.lower)
+        return bool(width.isfinite().all())
+
     def contains(self, z: Tensor) -> Tensor:
         """Elementwise: is z in the *closed* interval?
 

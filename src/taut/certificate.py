@@ -10,6 +10,9 @@ from torch import Tensor
 
 from taut.activation import Activation, Interval
 from taut.activations import resolve
+from taut.dual import Dual
+from taut.linear import LinearMap, dense_map
+from taut.sparse import SparseMap, sparse_map
 
 
 def support(y: Float[Tensor, "*batch K"], within: Interval) -> Float[Tensor, "*batch K"]:
@@ -25,16 +28,19 @@ def support(y: Float[Tensor, "*batch K"], within: Interval) -> Float[Tensor, "*b
 
 
 def certifies(
-    y: Float[Tensor, "*batch K"],
-    multipliers: Float[Tensor, "*batch I"],
-    b: Float[Tensor, "*batch I"],
-    activation: Activation,
-) -> Bool[Tensor, "*batch"]:
-    """The inequality in plain floating point, with a margin for its rounding; y = Aᵀλ."""
-    terms = support(y, activation.range)
-    products = b * multipliers
-    margin = 64 * torch.finfo(y.dtype).eps * (terms.abs().sum(-1) + products.abs().sum(-1))
-    return products.sum(-1) > terms.sum(-1) + margin
+    multipliers: Float[Tensor, "N I"], y: Float[Tensor, "N K"], dual: Dual
+) -> Bool[Tensor, "N"]:
+    """Does λ, with y = Aᵀλ, prove that its sample has no solution?
+
+    The inequality is tried in plain floating point, and what passes is proven with `proves`.
+    """
+    terms = support(y, dual.activation.range)
+    likely = (dual.b * multipliers).sum(-1) > terms.sum(-1)
+    if not bool(likely.any()):
+        return likely
+    index = likely.nonzero().squeeze(-1)
+    part = dual.rows(index)
+    return likely.index_put((index,), proves(multipliers[index], part.A, part.b, part.activation))
 
 
 def is_certificate(
@@ -52,17 +58,32 @@ def is_certificate(
     >>> is_certificate(torch.tensor([1.0]), A, b, "sigmoid")
     tensor(True)
     """
-    multipliers, A, b = (x.detach().double() for x in (multipliers, A, b))
-    rows = A.shape[-2]
-    y, error = _exact_dot(
-        [(A[..., i, :], multipliers[..., i, None]) for i in range(rows)], multipliers
+    if multipliers.shape[-1:] != A.shape[-2:-1] or b.shape[-1:] != A.shape[-2:-1]:
+        raise ValueError(
+            "multipliers and b must have one entry for each row of A; got multipliers "
+            f"{tuple(multipliers.shape)}, A {tuple(A.shape)}, b {tuple(b.shape)}."
+        )
+    linear = dense_map(A) if A.layout == torch.strided else sparse_map(A)
+    return proves(multipliers, linear, b, resolve(activation))
+
+
+def proves(multipliers: Tensor, A: LinearMap, b: Tensor, activation: Activation) -> Tensor:
+    """`is_certificate` for a map: bᵀλ > Σ_k sup{y_k z}, every rounding taken against λ."""
+    multipliers, data, b = (x.detach().double() for x in (multipliers, A.data, b))
+    rows = A.shape[0]
+    if isinstance(A, SparseMap):
+        linear = SparseMap(data, A.pattern)
+        y = linear.adjoint(multipliers)
+        error = (rows + 2) * torch.finfo(y.dtype).eps * linear.abs().adjoint(multipliers.abs())
+    else:
+        pairs = [(data[..., i, :], multipliers[..., i, None]) for i in range(rows)]
+        y, error = _exact_dot(pairs, multipliers)
+    terms = torch.maximum(
+        support(y - error, activation.range), support(y + error, activation.range)
     )
-    interval = resolve(activation).range
-    terms = torch.maximum(support(y - error, interval), support(y + error, interval))
     gain, doubt = _exact_dot([(b[..., i], multipliers[..., i]) for i in range(rows)], multipliers)
-    total = terms.sum(-1)
     slack = (terms.shape[-1] + 4) * torch.finfo(y.dtype).eps * terms.abs().sum(-1)
-    return gain - doubt > total + slack
+    return gain - doubt > terms.sum(-1) + slack
 
 
 def _exact_dot(pairs: list[tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor, Tensor]:

@@ -47,14 +47,14 @@ def examine(A: LinearMap, solver: Solver) -> Rows:
         return unexamined(SparseMap(data, A.pattern))
     if data.ndim > 2:
         data = data.reshape(data.shape[:-2].numel(), *data.shape[-2:])
-    return analyse(data)
+    return analyse(data, torch.finfo(A.data.dtype).eps)
 
 
 @final
 class Multipliers(torch.autograd.Function):
-    """(v, A, b) → (λ, u): the solve, and the implicit function theorem as its derivative.
+    """(v, A, b) → (λ, u, z): the solve, and the implicit function theorem as its derivative.
 
-    With w = σ'(u), H = A diag(w) Aᵀ and gradients g on u and g_λ on λ:
+    With w = σ'(u), H = A diag(w) Aᵀ, gradients g_λ, g_u, g_z and g = g_u + w∘g_z:
     s = H⁻¹(A g + g_λ),  ∂v = g − w∘Aᵀs,  ∂b = s,  ∂A = λ ∂vᵀ − s zᵀ.
     """
 
@@ -65,20 +65,23 @@ class Multipliers(torch.autograd.Function):
         dual, finite = _problems(v, data, b, task)
         start = _usable(dual, init.reshape(dual.b.shape).to(dual.b.dtype))
         size = batch[-1] if task.batch_ndim else 1
-        outcome = task.solver.solve(dual, rows, start, size)
-        multipliers, u, status = outcome.multipliers, outcome.u.to(v.dtype), outcome.status
+        outcome = task.solver.solve(dual, rows, start, size, torch.finfo(v.dtype).eps)
+        multipliers, status = outcome.multipliers, outcome.status
+        u, z = outcome.u.to(v.dtype), task.activation.sigma(outcome.u).to(v.dtype)
         if not bool(finite.all()):
             status = status.where(finite, int(Status.NONFINITE))
             multipliers = multipliers.where(finite.unsqueeze(-1), 0)
             u = u.where(finite.unsqueeze(-1), v.reshape(u.shape))
-        u, status = u.reshape(v.shape), status.reshape(batch)
+            z = z.where(finite.unsqueeze(-1), task.activation.sigma(u))
+        u, z, status = u.reshape(v.shape), z.reshape(v.shape), status.reshape(batch)
         if task.on_failure == "raise" and bool((status != Status.CONVERGED).any()):
-            residual = task.map(data).apply(task.activation.sigma(u)) - b
+            residual = task.map(data).apply(z) - b
             residual = residual.abs().amax(-1)
             raise SolveError(explain(status, residual), status, residual)
         return (
             multipliers.to(v.dtype).reshape(b.shape),
             u,
+            z,
             outcome.iterations.reshape(batch),
             status,
             rows.condition.expand(batch.numel()).reshape(batch).to(v.dtype),
@@ -86,7 +89,7 @@ class Multipliers(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        multipliers, u, iterations, status, condition = output
+        multipliers, u, _, iterations, status, condition = output
         ctx.mark_non_differentiable(iterations, status, condition)
         ctx.save_for_backward(inputs[1], multipliers, u, status)
         ctx.task = inputs[4]
@@ -97,11 +100,11 @@ class Multipliers(torch.autograd.Function):
         # A failed sample has zero gradient, and nothing of it may reach its neighbours.
         ok = (status == Status.CONVERGED).unsqueeze(-1)
         zero = torch.zeros((), dtype=u.dtype, device=u.device)
-        g_multipliers, g_u = (torch.where(ok, g, zero) for g in grads[:2])
+        g_multipliers, g_u, g_z = (torch.where(ok, g, zero) for g in grads[:3])
         multipliers, u = torch.where(ok, multipliers, zero), torch.where(ok, u, zero)
         activation, A = ctx.task.activation, ctx.task.map(data)
         w, z = activation.slope(u), activation.output(u)
-        w, z = torch.where(ok, w, zero), torch.where(ok, z, zero)
+        g_u = g_u + w * g_z
         s = GramSolve.apply(w, data, A.apply(g_u) + g_multipliers, ctx.task)
         s = torch.where(ok, s, zero)
         dv = g_u - w * A.adjoint(s)
@@ -116,7 +119,7 @@ class Multipliers(torch.autograd.Function):
         v, b, init = (_lead(args[i], in_dims[i], info.batch_size) for i in (0, 2, 3))
         A, task = _lead_map(A, in_dims[1], v, task)
         outputs = Multipliers.apply(v, A, b, init, task)
-        return outputs, (0, 0, 0, 0, 0)
+        return outputs, (0, 0, 0, 0, 0, 0)
 
 
 def _finite(x: Tensor) -> Tensor:

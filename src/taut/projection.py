@@ -65,8 +65,8 @@ def project_examined(
     start = torch.zeros_like(b) if init is None else init.detach().expand_as(b)
     pattern = A.pattern if isinstance(A, SparseMap) else None
     task = Task(activation, solver, rows, pattern, on_failure, v.ndim - 1)
-    multipliers, u, iterations, status, condition = Multipliers.apply(v, A.data, b, start, task)
-    z = activation.output(u)
+    found = Multipliers.apply(v, A.data, b, start, task)
+    multipliers, u, z, iterations, status, condition = found
     dual = Dual(activation, A, v, b)
     with torch.no_grad():
         residual = dual.residual(z)

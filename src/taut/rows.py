@@ -84,8 +84,11 @@ def unexamined(A: LinearMap) -> Rows:
     return Rows(A, left_out, None, None, A.data.new_tensor(torch.nan))
 
 
-def analyse(A: Float[Tensor, "*n I K"]) -> Rows:
-    """Look at the rows of a dense A, (I, K) or (N, I, K), which must be finite."""
+def analyse(A: Float[Tensor, "*n I K"], precision: float) -> Rows:
+    """Look at the rows of a dense A, (I, K) or (N, I, K), which must be finite.
+
+    Rows are redundant if they are so to `precision`, that of the numbers in A.
+    """
     norms = A.norm(dim=-1, keepdim=True)
     unit = A / norms.where(norms > 0, 1)
     eps = torch.finfo(A.dtype).eps
@@ -98,13 +101,13 @@ def analyse(A: Float[Tensor, "*n I K"]) -> Rows:
     left_out = torch.zeros(A.shape[:-1], dtype=torch.bool, device=A.device)
     if bool(good.all()):
         return Rows(dense_map(A), left_out, None, None, smallest.reciprocal())
-    rows = _orthonormalise(A, unit, norms)
+    rows = _orthonormalise(A, unit, norms, precision)
     worst = rows.condition.max().item()
-    if worst * eps**0.5 > 1:
+    if worst * precision**0.5 > 1:
         warnings.warn(
             f"A is ill-conditioned: its rows, scaled to length 1, have condition number about "
-            f"{worst:.0e}. A z = b then pins z down to {worst * eps:.0e} of its size only, and the "
-            "multipliers hardly at all (solution.condition has the estimate for each sample). "
+            f"{worst:.0e}. A z = b pins z down to {worst * precision:.0e} of its size only, and "
+            "the multipliers hardly at all; solution.condition has the estimate for each sample. "
             "Use float64, or rows that are less alike.",
             ConditionWarning,
             stacklevel=2,
@@ -112,7 +115,7 @@ def analyse(A: Float[Tensor, "*n I K"]) -> Rows:
     return rows
 
 
-def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor) -> Rows:
+def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor, precision: float) -> Rows:
     """Gram–Schmidt with row pivoting, carried out on [unit A | T] so that Q = T A on the left."""
     *batch, rows, columns = A.shape
     eps = torch.finfo(A.dtype).eps
@@ -126,7 +129,7 @@ def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor) -> Rows:
     for _ in range(min(rows, columns)):
         lengths = rest[..., :columns].norm(dim=-1).masked_fill(chosen, -1)
         length, pivot = lengths.max(-1)
-        live = length > 8 * eps * (columns**0.5)
+        live = length > 8 * precision * columns**0.5
         row = rest[each, pivot]
         for _ in range(2):  # twice is enough to be orthogonal to rounding
             overlap = (basis[..., :columns] @ row[:, :columns, None]).mT
@@ -144,7 +147,7 @@ def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor) -> Rows:
     transform = basis[..., columns:]
     # Q = T A recomputed, so that the two agree to rounding.
     orthonormal = transform @ A
-    projector = None if bool(kept.all()) else _range_projector(A, orthonormal)
+    projector = None if bool(kept.all()) else _range_projector(A, orthonormal, precision)
     good = smallest > eps ** (1 / 3)
     if bool(good.all()):
         return Rows(dense_map(A), ~kept, None, projector, smallest.reciprocal())
@@ -161,10 +164,10 @@ def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor) -> Rows:
     )
 
 
-def _range_projector(A: Tensor, orthonormal: Tensor) -> Tensor:
+def _range_projector(A: Tensor, orthonormal: Tensor, precision: float) -> Tensor:
     # range(A) = range(A Qᵀ), whose non-zero columns are independent.
     left, singular, _ = torch.linalg.svd(A @ orthonormal.mT)
-    cutoff = singular.amax(-1, keepdim=True) * torch.finfo(A.dtype).eps * A.shape[-1]
+    cutoff = singular.amax(-1, keepdim=True) * precision * A.shape[-1]
     live = singular > cutoff
     left = left * live.to(A.dtype).unsqueeze(-2)
     identity = torch.eye(A.shape[-2], dtype=A.dtype, device=A.device)

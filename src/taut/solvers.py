@@ -28,14 +28,21 @@ class Outcome:
     iterations: Int[Tensor, "N"]
     status: Int[Tensor, "N"]
 
+    def write(self, index: Tensor, multipliers: Tensor, u: Tensor, status: Tensor) -> None:
+        """Enter the samples at `index`; a status below 0 is undecided."""
+        self.multipliers[index], self.u[index] = multipliers, u
+        self.status[index] = status.where(status >= 0, int(Status.MAX_ITERATIONS))
+
 
 class Solver(ABC):
     """How the multipliers are found; `dtype` is that of the solve, None for that of v."""
 
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None
 
     @abstractmethod
-    def solve(self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int) -> Outcome:
+    def solve(
+        self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int, eps: float
+    ) -> Outcome:
         """Minimise D for N samples from `init`; every number given is finite.
 
         `group_size` consecutive samples form a group, for solvers that decide by groups.
@@ -111,8 +118,11 @@ class Newton(Solver):
     """Newton's method with a line search on the slope of D; the default.
 
     Each sample stops by itself when |A z − b| is within `tol` of |b| + |A||z|; None asks for the
-    rounding level of the dtype. Finished samples cost nothing more. `dtype=torch.float64` solves
-    in float64 whatever the dtype of v, for problems that float32 cannot decide.
+    rounding level of v's dtype. Finished samples cost nothing more.
+
+    The solve runs in float64 whatever the dtype of v: that costs little, and a float32 z is then
+    the rounding of the right one. `dtype=None` solves in the dtype of v, for hardware that is slow
+    in float64; with large logits a float32 u = v + Aᵀλ is itself too coarse for a small residual.
 
     A step p is judged by the derivative of D along it, h(α) = pᵀ∇D(λ + αp), which rises from
     −|h(0)|: it is too long when h has become clearly positive. Differences of D itself, as in
@@ -126,7 +136,7 @@ class Newton(Solver):
 
     tol: float | None = None
     max_iterations: int = 200
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | None = torch.float64
 
     # u moves at most this far in the first trial of a line search: σ is another function there.
     _reach = 5.0
@@ -141,7 +151,9 @@ class Newton(Solver):
         if self.dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"dtype must be float32, float64 or None; got {self.dtype!r}.")
 
-    def solve(self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int) -> Outcome:
+    def solve(
+        self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int, eps: float
+    ) -> Outcome:
         problem = _Problem(dual, rows, dual.b.abs())
         state = self._start(problem, init)
         outcome = Outcome(
@@ -151,11 +163,13 @@ class Newton(Solver):
             torch.full_like(state.index, Status.MAX_ITERATIONS),
         )
         for iteration in range(self.max_iterations + 1):
-            status = self._judge(problem, state, iteration)
+            status, multipliers = self._judge(problem, state, iteration, eps)
             decided = status >= 0
             if bool(decided.any()) or iteration == self.max_iterations:
                 decided = decided | (iteration == self.max_iterations)
-                _write(outcome, problem, state, status, iteration, decided.nonzero().squeeze(-1))
+                done = decided.nonzero().squeeze(-1)
+                outcome.write(state.index[done], multipliers[done], state.u[done], status[done])
+                outcome.iterations[state.index[done]] = iteration
                 left = (~decided).nonzero().squeeze(-1)
                 if len(left) == 0:
                     break
@@ -191,14 +205,16 @@ class Newton(Solver):
             state = state.merge(better, trial.rows(better))
         return state
 
-    def _judge(self, problem: _Problem, state: _State, iteration: int) -> Tensor:
-        """A Status for each sample, or −1 where the work goes on."""
-        eps = torch.finfo(state.z.dtype).eps
-        target = self.tol or 8 * eps
+    def _judge(
+        self, problem: _Problem, state: _State, iteration: int, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """A Status for each sample, or −1 where the work goes on; and its multipliers."""
+        target = self.tol or max(0.25 * eps, 8 * torch.finfo(state.z.dtype).eps)
         floor = max(target, 16 * eps, self._floor)
+        multipliers = problem.rows.leave(state.multipliers)
         converged = state.relative <= target
         if bool(converged.all()):
-            return torch.zeros_like(state.index)
+            return torch.zeros_like(state.index), multipliers
         near = state.relative <= min(1e6 * floor, 1e-2)
         if bool(near.any()):
             # Is what is left the rounding of u, or has it stopped falling?
@@ -209,15 +225,18 @@ class Newton(Solver):
         status = torch.where(converged, int(Status.CONVERGED), -1)
         if problem.rows.projector is not None:
             # The rows kept are satisfied to rounding, and a redundant one is not.
+            scale = rounding_scale(problem.dual, state.u, state.z)
             kept = state.residual.masked_fill(problem.rows.left_out, 0)
-            solved = relative(kept, rounding_scale(problem.dual, state.u, state.z)) <= target
-            status = status.where(converged | ~solved, int(Status.INCONSISTENT))
+            solved = ~converged & (relative(kept, scale) <= target)
+            alike = relative(state.residual, scale) <= floor
+            status = status.where(~(solved & alike), int(Status.CONVERGED))
+            status = status.where(~solved | alike, int(Status.INCONSISTENT))
         if iteration > 1:
-            multipliers = problem.rows.leave(state.multipliers)
-            y = problem.rows.basis.adjoint(state.multipliers)
-            proven = certifies(y, multipliers, problem.dual.b, problem.dual.activation)
-            status = status.where(converged | ~proven, int(Status.INFEASIBLE))
-        return status.where(state.relative.isfinite(), int(Status.NONFINITE))
+            proven, proofs = _certificates(problem, multipliers, eps)
+            proven = proven & (status < 0)
+            status = status.where(~proven, int(Status.INFEASIBLE))
+            multipliers = torch.where(proven.unsqueeze(-1), proofs, multipliers)
+        return status.where(state.relative.isfinite(), int(Status.NONFINITE)), multipliers
 
     def _step(self, problem: _Problem, state: _State) -> _State:
         step = problem.direction(state.u, state.residual)
@@ -260,19 +279,23 @@ class Newton(Solver):
         return result
 
 
-def _write(
-    outcome: Outcome,
-    problem: _Problem,
-    state: _State,
-    status: Tensor,
-    iteration: int,
-    decided: Tensor,
-) -> None:
-    index = state.index[decided]
-    outcome.multipliers[index] = problem.rows.rows(decided).leave(state.multipliers[decided])
-    outcome.u[index] = state.u[decided]
-    outcome.iterations[index] = iteration
-    outcome.status[index] = status[decided].where(status[decided] >= 0, int(Status.MAX_ITERATIONS))
+def _certificates(problem: _Problem, multipliers: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Which samples are proven infeasible, and by which multipliers."""
+    dual = problem.dual
+    # As far as λ has run, only its direction counts: bring it to size 1 by a power of 2, and to
+    # the precision in which it will be returned.
+    size = multipliers.abs().amax(-1, keepdim=True)
+    candidate = torch.ldexp(multipliers, -torch.frexp(size.nan_to_num(1.0)).exponent)
+    candidate = candidate.to(torch.float32).to(size.dtype) if eps > 1e-10 else candidate
+    proven = certifies(candidate, dual.A.adjoint(candidate), dual)
+    if not dual.activation.range.bounded:
+        # λ = t·d + rest with t → ∞, and in a half-infinite range the rest may spoil the proof
+        # that d is: leave out the small entries.
+        direction = candidate.where(candidate.abs() > 0.1, 0)
+        also = ~proven & certifies(direction, dual.A.adjoint(direction), dual)
+        candidate = torch.where(also.unsqueeze(-1), direction, candidate)
+        proven = proven | also
+    return proven, candidate
 
 
 @final
@@ -303,6 +326,7 @@ class GradientDescent(Solver):
     min_step: float = 1e-6
     threshold: float = 5e-3
     max_iterations: int = 1000
+    dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.max_iterations < 0:
@@ -313,7 +337,9 @@ class GradientDescent(Solver):
                 f"step={self.step!r}, min_step={self.min_step!r}, threshold={self.threshold!r}."
             )
 
-    def solve(self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int) -> Outcome:
+    def solve(
+        self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int, eps: float
+    ) -> Outcome:
         size = max(1, group_size)
         groups = len(dual.v) // size
         place = torch.arange(len(dual.v), device=dual.v.device).reshape(groups, size)
@@ -346,12 +372,12 @@ class GradientDescent(Solver):
                 part, point = dual.rows(samples), multipliers[samples]
             gradient = part.gradient(point)
         multipliers[place[active].flatten()] = point
-        return self._outcome(dual, multipliers, iterations.repeat_interleave(size))
+        return self._outcome(dual, multipliers, iterations.repeat_interleave(size), eps)
 
-    def _outcome(self, dual: Dual, multipliers: Tensor, iterations: Tensor) -> Outcome:
+    def _outcome(self, dual: Dual, multipliers: Tensor, iterations: Tensor, eps: float) -> Outcome:
         u = dual.predictor(multipliers)
         z = dual.activation.sigma(u)
         level = relative(dual.residual(z), rounding_scale(dual, u, z))
-        converged = level <= max(self.threshold, 16 * torch.finfo(u.dtype).eps)
+        converged = level <= max(self.threshold, 16 * eps)
         status = torch.where(converged, int(Status.CONVERGED), int(Status.MAX_ITERATIONS))
         return Outcome(multipliers, u, iterations, status)

@@ -1,4 +1,4 @@
-"""All randomness: each run has generators of its own, so its numbers do not depend on the others."""
+"""All randomness: a run has generators of its own, so its numbers do not depend on the others."""
 
 import torch
 from jaxtyping import Float, Int

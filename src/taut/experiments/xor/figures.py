@@ -6,6 +6,7 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from taut.experiments.xor.settings import VARIANTS
 
@@ -42,17 +43,18 @@ def progress_figure(results: dict[str, Any], variant: str, count: str) -> Figure
         rows["multiplier_norm"] = "mean ‖λ‖"
     record, settings = results["variants"][variant], results["settings"]
     figure = Figure(figsize=(11, 2.6 * len(rows) + 0.8), layout="constrained")
-    axes = figure.subplots(len(rows), 3, sharex=True, squeeze=False)
-    for row, (name, label) in zip(axes, rows.items(), strict=True):
-        for ax, (statistic, title) in zip(row, _STATISTICS.items(), strict=True):
+    axes = figure.subplots(len(rows), 3, sharex=True, sharey="row", squeeze=False)
+    for row, (name, ylabel) in zip(axes, rows.items(), strict=True):
+        for ax, statistic in zip(row, _STATISTICS, strict=True):
             _line(ax, record[name][statistic], color=COLORS[variant])
-            # A minimum that hardly moves should look like that.
-            ax.set_ylim(bottom=0)
-            if ax in axes[0]:
-                ax.set_title(title)
-            if ax in axes[-1]:
-                ax.set_xlabel("epoch")
-        row[0].set_ylabel(label)
+        row[0].set_ylabel(ylabel)
+        # Both fall by orders of magnitude, and most of it in the first epochs.
+        if name != "multiplier_norm":
+            _log(row[0])
+    for ax, title in zip(axes[0], _STATISTICS.values(), strict=True):
+        ax.set_title(title)
+    for ax in axes[-1]:
+        ax.set_xlabel("epoch")
     figure.suptitle(f"XOR Lagrange, {VARIANTS[variant].title}: {_size(settings)}")
     return figure
 
@@ -76,7 +78,11 @@ def comparison_figure(results: dict[str, Any], count: str) -> Figure:
                 ax.fill_between(
                     epochs, values["min"], values["max"], color=COLORS[variant], alpha=0.2, lw=0
                 )
-        ax.set(title=title, xlabel="epoch", ylabel=ylabel, yscale="log")
+        ax.set(title=title, xlabel="epoch", ylabel=ylabel)
+        if name == "residual":
+            ax.set_yscale("log")
+        else:
+            _log(ax)
     axes[1].set_title("Largest residual (line: mean, band: all runs)")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
@@ -84,9 +90,18 @@ def comparison_figure(results: dict[str, Any], count: str) -> Figure:
     return figure
 
 
+def _log(ax: Axes) -> None:
+    """A logarithmic axis with numbers as one writes them, also between powers of ten."""
+    ax.set_yscale("log")
+    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    ax.yaxis.set_minor_formatter(NullFormatter())
+
+
 def _line(ax: Axes, values: list[float], **style: Any) -> None:
     marker = "o" if len(values) == 1 else None
     ax.plot(range(1, len(values) + 1), values, lw=1.8, marker=marker, **style)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.grid(alpha=0.3)
     ax.spines[["top", "right"]].set_visible(False)
 

@@ -112,6 +112,10 @@ class Folder:
         """MEASURES as (runs, epochs) and TEST_MEASURES as (runs,)."""
         return _read_arrays(self.path / f"{variant}.npz")
 
+    def read_results(self) -> dict[str, Any]:
+        """results.json as it is."""
+        return json.loads((self.path / "results.json").read_text())
+
     def write_results(self, facts: dict[str, Any]) -> dict[str, Any]:
         """results.json from the complete variants; `facts` are added to its settings."""
         names = [name for name in VARIANTS if self.is_complete(name)]
@@ -159,7 +163,7 @@ def open_folder(path: Path, settings: Settings) -> Folder:
         raise OtherSettings(f"{path} is a file; --out must be a folder.")
     elif path.exists() and any(path.iterdir()):
         raise OtherSettings(
-            f"{path} is not empty and holds no settings.json of this experiment. Give another --out."
+            f"{path} is not empty, and not a folder of this experiment. Give another --out."
         )
     else:
         path.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from taut.experiments.xor.draws import generator, redraw
 from taut.experiments.xor.settings import OPTIMIZERS, Settings, Variant
 from taut.experiments.xor.teacher import Teacher
+from taut.experiments.xor.threads import one_thread
 from taut.experiments.xor.training import fresh_patterns, new_projection, train
 from taut.losses import matched_loss
 from taut.modules import LagrangeMemory
@@ -69,16 +70,12 @@ class Comparison:
 
 def compare(settings: Settings, teacher: Teacher, variant: Variant) -> Comparison:
     """Time `settings.runs` runs at once, and the first of them alone, both on one core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         started = time.perf_counter()
         alone = plain_run(settings, teacher, variant, settings.run_seeds[0])
         middle = time.perf_counter()
         together = train(settings, teacher, variant, settings.run_seeds)
         ended = time.perf_counter()
-    finally:
-        torch.set_num_threads(threads)
     losses: Tensor = torch.tensor(alone["loss"], dtype=torch.float64)
     difference = ((together["loss"][0] - losses).abs() / losses).max().item()
     share = (ended - middle) / settings.runs

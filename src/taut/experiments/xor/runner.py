@@ -18,6 +18,7 @@ import torch
 from taut.experiments.xor.folder import Arrays, Chunk, Folder
 from taut.experiments.xor.settings import Settings, Variant, variant_named
 from taut.experiments.xor.teacher import load_teacher
+from taut.experiments.xor.threads import one_thread
 from taut.experiments.xor.training import train
 
 # 125 runs of 100 patterns: 500 kB for each tensor of a batch, which stays in the cache.
@@ -48,16 +49,14 @@ def execute(
     if workers > 1:
         _in_processes(folder, chunks, workers, device, on_epoch)
         return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
+    with one_thread():
         for chunk in chunks:
             size = len(chunk.runs)
             teacher = folder.teacher_path
-            record = _train_chunk(folder.settings, teacher, chunk, device, lambda n=size: on_epoch(n))
+            record = _train_chunk(
+                folder.settings, teacher, chunk, device, lambda n=size: on_epoch(n)
+            )
             folder.save(chunk, record)
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _train_chunk(
@@ -78,9 +77,7 @@ def _in_processes(
     for chunk in [*chunks, *[None] * workers]:
         tasks.put(chunk)
     arguments = (tasks, messages, folder.settings, folder.teacher_path, device)
-    processes = [
-        context.Process(target=_work, args=arguments, daemon=True) for _ in range(workers)
-    ]
+    processes = [context.Process(target=_work, args=arguments, daemon=True) for _ in range(workers)]
     try:
         for process in processes:
             process.start()

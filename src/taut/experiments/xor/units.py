@@ -3,6 +3,7 @@
 Both minimise the one objective Σ B(y‖σ(v + Aᵀλ)), convex in u = v + Aᵀλ, by the optimiser of W.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, final
 
@@ -22,13 +23,11 @@ from taut.projection import project
 @final
 @dataclass(frozen=True)
 class Joint:
-    """Residuals max|A z − b| over the training patterns, of one run."""
+    """One run after each epoch, λ trained like W; residuals |A z − b| of the training patterns."""
 
-    residual: list[float]  # after each epoch, λ trained like W
-    mean_residual: list[float]  # the same, mean over patterns
+    residual: list[float]  # the largest
+    mean_residual: list[float]  # each pattern's largest, mean over patterns
     loss: list[float]
-    scratch_residual: list[float]  # what the paper's solver leaves in each epoch, same run
-    history_residual: list[float]
 
 
 @final
@@ -75,11 +74,7 @@ def train_joint(settings: Settings, teacher: Teacher, seed: int) -> Joint:
             losses.append(bregman_loss(u, data.y, "sigmoid").item())
         residual.append(left.max().item())
         mean_residual.append(left.mean().item())
-    solved = [
-        train(settings, teacher, VARIANTS[name], [seed])["residual"][0].tolist()
-        for name in ("scratch", "history")
-    ]
-    return Joint(residual, mean_residual, losses, *solved)
+    return Joint(residual, mean_residual, losses)
 
 
 def train_predicted(settings: Settings, teacher: Teacher, seed: int) -> Predicted:
@@ -108,9 +103,7 @@ def train_predicted(settings: Settings, teacher: Teacher, seed: int) -> Predicte
 def _judge(head: LagrangeHead, body: nn.Module, test: Patterns) -> Predicted:
     v, multipliers = head(body(test.x))
     z = torch.sigmoid(head.predictor(v, multipliers))
-    warm = project(
-        v, head.A, test.b, activation="sigmoid", init=multipliers, on_failure="return"
-    )
+    warm = project(v, head.A, test.b, activation="sigmoid", init=multipliers, on_failure="return")
     cold = project(v, head.A, test.b, activation="sigmoid", on_failure="return")
     return Predicted(
         residual=_residual(z, head.A, test.b).max().item(),
@@ -122,11 +115,22 @@ def _judge(head: LagrangeHead, body: nn.Module, test: Patterns) -> Predicted:
     )
 
 
-def run_units(settings: Settings, teacher: Teacher) -> dict[str, list[dict[str, Any]]]:
-    """Both forms for every run of the settings, as plain numbers for units.json."""
-    joint = [asdict(train_joint(settings, teacher, seed)) for seed in settings.run_seeds]
-    predicted = [train_predicted(settings, teacher, seed) for seed in settings.run_seeds]
-    return {"joint": joint, "predicted": [asdict(p) | {"saved": p.saved} for p in predicted]}
+def run_units(
+    settings: Settings, teacher: Teacher, on_run: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Both forms for every run of the settings, and what the paper's solver leaves in the same
+    runs; plain numbers, for units.json."""
+    joint, predicted = [], []
+    for seed in settings.run_seeds:
+        joint.append(asdict(train_joint(settings, teacher, seed)))
+        found = train_predicted(settings, teacher, seed)
+        predicted.append(asdict(found) | {"saved": found.saved})
+        on_run()
+    solved = {
+        name: train(settings, teacher, VARIANTS[name], settings.run_seeds)["residual"].tolist()
+        for name in ("scratch", "history")
+    }
+    return {"joint": joint, "predicted": predicted, "solver_residual": solved}
 
 
 def _only(data: Patterns) -> Patterns:
