@@ -91,16 +91,22 @@ class Multipliers(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
         multipliers, u, _, iterations, status, condition = output
         ctx.mark_non_differentiable(iterations, status, condition)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(inputs[1], multipliers, u, status)
         ctx.task = inputs[4]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        if all(g is None for g in grads):  # `matched_loss` needs nothing from here
+            return None, None, None, None, None
         data, multipliers, u, status = ctx.saved_tensors
         # A failed sample has zero gradient, and nothing of it may reach its neighbours.
         ok = (status == Status.CONVERGED).unsqueeze(-1)
         zero = torch.zeros((), dtype=u.dtype, device=u.device)
-        g_multipliers, g_u, g_z = (torch.where(ok, g, zero) for g in grads[:3])
+        g_multipliers, g_u, g_z = (
+            torch.zeros_like(x) if g is None else torch.where(ok, g, zero)
+            for g, x in zip(grads[:3], (multipliers, u, u), strict=True)
+        )
         multipliers, u = torch.where(ok, multipliers, zero), torch.where(ok, u, zero)
         activation, A = ctx.task.activation, ctx.task.map(data)
         w, z = activation.slope(u), activation.output(u)

@@ -1,6 +1,6 @@
 """Thin nn.Modules over `project`: the Lagrange units of the paper as layers."""
 
-from typing import Any, final
+from typing import final
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +14,7 @@ from taut.projection import as_map, project_examined
 from taut.rows import Rows
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
+from taut.sparse import sparse_map
 from taut.validation import validate
 
 
@@ -47,7 +48,7 @@ class Projection(nn.Module):
         self.activation = resolve(activation)
         self.solver = solver
         self.on_failure: OnFailure = on_failure
-        self._known: tuple[Any, tuple[LinearMap, Rows]] | None = None
+        self._known: tuple[Tensor, tuple[LinearMap, Rows]] | None = None
 
     def forward(
         self, v: Float[Tensor, "*batch K"], b: Float[Tensor, "*b_batch I"] | None = None
@@ -74,11 +75,9 @@ class Projection(nn.Module):
 
     def _examined(self) -> tuple[LinearMap, Rows]:
         # What is known of A is worked out once, and again only when A has been moved or changed.
-        A = self.A
-        key = (id(A), A.dtype, A.device, None if A.is_inference() else A._version)
-        if self._known is None or self._known[0] != key:
-            linear = as_map(A)
-            self._known = (key, (linear, examine(linear, self.solver)))
+        if self._known is None or not _same(self._known[0], self.A):
+            linear = as_map(self.A)
+            self._known = (self.A.clone(), (linear, examine(linear, self.solver)))
         return self._known[1]
 
     def __getstate__(self) -> dict:
@@ -87,6 +86,18 @@ class Projection(nn.Module):
     def extra_repr(self) -> str:
         shape = tuple(self.A.shape)
         return f"A={shape}, activation={self.activation.name!r}, solver={self.solver}"
+
+
+def _same(known: Tensor, A: Tensor) -> bool:
+    """Is A still what it was? Looked at, because a write to A.data leaves no other trace."""
+    if known.dtype != A.dtype or known.device != A.device or known.layout != A.layout:
+        return False
+    if A.layout == torch.strided:
+        return torch.equal(known, A)
+    before, now = sparse_map(known), sparse_map(A)
+    same = torch.equal(before.pattern.columns, now.pattern.columns)
+    same = same and torch.equal(before.pattern.rows, now.pattern.rows)
+    return same and torch.equal(before.data, now.data)
 
 
 @final

@@ -103,9 +103,11 @@ class _Problem:
         scale = self.size_of_b + self.dual.A.abs().apply(z.abs())
         return _State(index, multipliers, u, z, residual, relative(residual, scale), best)
 
-    def direction(self, u: Tensor, residual: Tensor) -> Tensor:
-        """The Newton direction −H⁻¹∇D."""
-        w = self.dual.activation.slope(u)
+    def slopes(self, u: Tensor) -> Tensor:
+        return self.dual.activation.slope(u)
+
+    def direction(self, w: Tensor, residual: Tensor) -> Tensor:
+        """−(Q diag(w) Qᵀ)⁻¹∇D: Newton's where w are the slopes."""
         return -solve_gram(self.rows.basis, w, self.rows.restrict(residual), self.rows.left_out)
 
     def take(self, index: Tensor) -> "_Problem":
@@ -195,9 +197,7 @@ class Newton(Solver):
         """
         shift, v = torch.zeros_like(state.u[:, :1]), problem.dual.v
         for _ in range(2):
-            image = problem.rows.restrict(problem.dual.A.apply(v + shift))
-            flat = torch.ones_like(v)
-            multipliers = -solve_gram(problem.rows.basis, flat, image, problem.rows.left_out)
+            multipliers = problem.direction(torch.ones_like(v), problem.dual.A.apply(v + shift))
             trial = problem.state(state.index, multipliers, state.best)
             shift = trial.u.amax(-1, keepdim=True)
             size, before = (x.residual.abs().amax(-1).nan_to_num(torch.inf) for x in (trial, state))
@@ -239,7 +239,7 @@ class Newton(Solver):
         return status.where(state.relative.isfinite(), int(Status.NONFINITE)), multipliers
 
     def _step(self, problem: _Problem, state: _State) -> _State:
-        step = problem.direction(state.u, state.residual)
+        step = problem.direction(problem.slopes(state.u), state.residual)
         best = torch.minimum(state.best, state.relative)
         result = problem.state(state.index, state.multipliers + step, best)
         reach = (result.u - state.u).abs().amax(-1)
@@ -248,20 +248,35 @@ class Newton(Solver):
         if bool(good.all()):
             return result
         rest = (~good).nonzero().squeeze(-1)
-        searched = self._search(problem.take(rest), result.rows(rest), state.rows(rest), step[rest])
-        return result.merge(rest, searched)
+        part, before, step = problem.take(rest), state.rows(rest), step[rest]
+        wild = (~(reach[rest] <= 20 * self._reach)).nonzero().squeeze(-1)
+        if len(wild):
+            tamed = self._damped(part.take(wild), before.rows(wild))
+            step = step.index_copy(0, wild, tamed)
+        return result.merge(rest, self._search(part, before, step, best[rest]))
 
-    def _search(self, problem: _Problem, full: _State, state: _State, step: Tensor) -> _State:
+    def _damped(self, problem: _Problem, state: _State) -> Tensor:
+        """The direction where Newton's is hopeless: some combination of rows has saturated.
+
+        Such a combination would run away and hold all others back. Slopes w + μ limit it, with μ
+        so that a step against no curvature at all moves u by about 20.
+        """
+        flat = problem.direction(torch.ones_like(state.u), state.residual)
+        mu = problem.rows.basis.adjoint(flat).abs().amax(-1, keepdim=True) / 20
+        return problem.direction(problem.slopes(state.u) + mu, state.residual)
+
+    def _search(self, problem: _Problem, state: _State, step: Tensor, best: Tensor) -> _State:
         """The state at λ + αp, with α chosen for each sample from the size and sign of h(α)."""
         steepness = (step * problem.rows.restrict(state.residual)).sum(-1).abs()
-        alpha = (self._reach / (full.u - state.u).abs().amax(-1)).nan_to_num(0.0).clamp(max=1)
+        reach = problem.rows.basis.adjoint(step).abs().amax(-1)
+        alpha = (self._reach / reach).nan_to_num(0.0).clamp(max=1)
         growing, low = torch.ones_like(alpha, dtype=torch.bool), torch.zeros_like(alpha)
         todo = torch.arange(len(step), device=step.device)
-        result = full
+        result = state
         for _ in range(60):
             part, h0, a, floor = problem.take(todo), steepness[todo], alpha[todo], low[todo]
             moved = state.multipliers[todo] + a.unsqueeze(-1) * step[todo]
-            trial = part.state(state.index[todo], moved, full.best[todo])
+            trial = part.state(state.index[todo], moved, best[todo])
             result = result.merge(todo, trial)
             h = (step[todo] * part.rows.restrict(trial.residual)).sum(-1)
             long = ~(h <= 0.5 * h0)

@@ -5,6 +5,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 _STREAMS = ("inputs", "weights", "shuffle", "test")
+# Numbers are drawn in one dtype, so that a seed means the same in each precision.
+_DTYPE = torch.float32
 _NOISE = 0.1  # around the corners (0,0), (0,1), (1,0), (1,1)
 
 
@@ -29,12 +31,12 @@ def draw_patterns(
     """
     if inputs == "corners":
         bits = torch.randint(0, 2, (count, 2), generator=source)
-        x = bits + _NOISE * torch.randn(count, 2, generator=source)
+        x = bits + _NOISE * torch.randn(count, 2, generator=source, dtype=_DTYPE)
         return x, (bits[:, 0] ^ bits[:, 1]).to(x.dtype)
     if inputs == "uniform":
-        x = 2 * torch.rand(count, 2, generator=source) - 1
+        x = 2 * torch.rand(count, 2, generator=source, dtype=_DTYPE) - 1
     else:
-        x = torch.randn(count, 2, generator=source)
+        x = torch.randn(count, 2, generator=source, dtype=_DTYPE)
     return x, ((x[:, 0] > 0) ^ (x[:, 1] > 0)).to(x.dtype)
 
 
@@ -50,7 +52,7 @@ def draw_layer(
     bound = fan_in**-0.5
 
     def uniform(*shape: int) -> Tensor:
-        return bound * (2 * torch.rand(*shape, generator=source) - 1)
+        return bound * (2 * torch.rand(*shape, generator=source, dtype=_DTYPE) - 1)
 
     return uniform(fan_out, fan_in), uniform(fan_out)
 

@@ -70,7 +70,7 @@ def new_network() -> nn.Sequential:
         nn.Linear(10, 4),
         nn.Sigmoid(),
         nn.Linear(4, 1),
-    )
+    ).to(torch.float32)
 
 
 def load_teacher(path: Path) -> Teacher:
