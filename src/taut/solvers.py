@@ -259,10 +259,10 @@ class Newton(Solver):
         """The direction where Newton's is hopeless: some combination of rows has saturated.
 
         Such a combination would run away and hold all others back. Slopes w + μ limit it, with μ
-        so that a step against no curvature at all moves u by about 20.
+        so that a step against no curvature at all moves u by about 200.
         """
         flat = problem.direction(torch.ones_like(state.u), state.residual)
-        mu = problem.rows.basis.adjoint(flat).abs().amax(-1, keepdim=True) / 20
+        mu = problem.rows.basis.adjoint(flat).abs().amax(-1, keepdim=True) / 200
         return problem.direction(problem.slopes(state.u) + mu, state.residual)
 
     def _search(self, problem: _Problem, state: _State, step: Tensor, best: Tensor) -> _State:
