@@ -1,10 +1,12 @@
 """Newton's linear system (A diag(w) Aᵀ) s = r, solved for each sample alone."""
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from taut.linear import LinearMap
+from taut.linear import DenseMap, LinearMap
 from taut.sparse import SparseMap
 
 
@@ -27,7 +29,10 @@ def solve_gram(
     # Slopes that have underflowed would make the matrix zero; the floor keeps a direction in it.
     w = w.clamp_min(torch.finfo(w.dtype).tiny ** 0.5)
     if isinstance(A, SparseMap) and A.iterative:
-        return conjugate_gradient(A, w, rhs)
+        diagonal = A.gram_diagonal(w)
+        inverse = torch.where(diagonal > 0, diagonal.reciprocal(), torch.zeros_like(diagonal))
+        eps = torch.finfo(w.dtype).eps
+        return conjugate_gradient(A, w, rhs, inverse.mul, eps, 10 * rhs.shape[-1])
     gram = A.gram(w)
     out = left_out if bool(left_out.any()) else None
     if out is not None:
@@ -41,6 +46,35 @@ def solve_gram(
     if bool((info > 0).any()):
         bad = (info > 0).nonzero().squeeze(-1)
         solution = solution.index_copy(0, bad, _solve_singular(gram[bad], rhs[bad]))
+    return solution
+
+
+def solve_gram_inexactly(
+    A: LinearMap,
+    w: Float[Tensor, "N K"],
+    rhs: Float[Tensor, "N I"],
+    metric: Float[Tensor, "I I"],
+    accuracy: Float[Tensor, "N"],
+) -> Float[Tensor, "N I"]:
+    """`solve_gram` to a relative `accuracy`; `metric` is (A Aᵀ)⁻¹, the same for all samples.
+
+    (A Aᵀ)⁻¹ A diag(w) Aᵀ has its eigenvalues between the smallest and the largest w, so while
+    these are not far apart a few conjugate gradients cost less than a factorisation.
+    """
+    spread = w.amin(-1) / w.amax(-1)
+    solution = torch.empty_like(rhs)
+    kind = ~(spread > 1e-2)
+    for index, direct in ((kind, True), ((~kind), False)):
+        index = index.nonzero().squeeze(-1)
+        if len(index) == 0:
+            continue
+        if direct:
+            none = torch.zeros(rhs.shape[-1], dtype=torch.bool, device=rhs.device)
+            part = solve_gram(A, w[index], rhs[index], none)
+        else:
+            multiply = DenseMap(metric).apply
+            part = conjugate_gradient(A, w[index], rhs[index], multiply, accuracy[index], 40)
+        solution[index] = part
     return solution
 
 
@@ -61,32 +95,37 @@ def _solve_singular(gram: Tensor, rhs: Tensor) -> Tensor:
 
 
 def conjugate_gradient(
-    A: SparseMap, w: Float[Tensor, "N K"], rhs: Float[Tensor, "N I"]
+    A: LinearMap,
+    w: Float[Tensor, "N K"],
+    rhs: Float[Tensor, "N I"],
+    precondition: Callable[[Tensor], Tensor],
+    accuracy: float | Float[Tensor, "N"],
+    limit: int,
 ) -> Float[Tensor, "N I"]:
-    """s with A diag(w) Aᵀ s = rhs to rounding, the matrix only applied, never formed.
+    """s with A diag(w) Aᵀ s = rhs, the matrix only applied, never formed.
 
-    Preconditioned by its diagonal. A sample that is done stands still.
+    `accuracy` is that of s in the norm of the preconditioner, relative to the start. A sample
+    that has reached it stands still, so its neighbours do not change its bits.
 
-    >>> from taut.sparse import sparse_map
-    >>> A = sparse_map(torch.eye(2).to_sparse())
-    >>> conjugate_gradient(A, torch.tensor([[2.0, 4.0]]), torch.tensor([[2.0, 2.0]]))
+    >>> from taut.linear import DenseMap
+    >>> A, w, rhs = DenseMap(torch.eye(2)), torch.tensor([[2.0, 4.0]]), torch.tensor([[2.0, 2.0]])
+    >>> conjugate_gradient(A, w, rhs, lambda r: r / w, 1e-6, 10)
     tensor([[1.0000, 0.5000]])
     """
-    diagonal = A.gram_diagonal(w)
-    inverse = torch.where(diagonal > 0, diagonal.reciprocal(), torch.zeros_like(diagonal))
     solution = torch.zeros_like(rhs)
-    rest, step = rhs, inverse * rhs
+    rest, step = rhs, precondition(rhs)
     energy = (rest * step).sum(-1, keepdim=True)
-    goal = energy * torch.finfo(w.dtype).eps ** 2
-    for _ in range(10 * rhs.shape[-1]):
-        open_ = energy > goal
-        if not bool(open_.any()):
+    goal = energy * torch.as_tensor(accuracy, dtype=w.dtype, device=w.device).square().unsqueeze(-1)
+    zero = torch.zeros_like(energy)
+    for _ in range(limit):
+        unfinished = energy > goal
+        if not bool(unfinished.any()):
             break
         image = A.apply(w * A.adjoint(step))
-        length = torch.where(open_, energy / (step * image).sum(-1, keepdim=True), 0)
+        length = torch.where(unfinished, energy / (step * image).sum(-1, keepdim=True), zero)
         solution = solution + length * step
         rest = rest - length * image
-        scaled = inverse * rest
+        scaled = precondition(rest)
         previous, energy = energy, (rest * scaled).sum(-1, keepdim=True)
-        step = torch.where(open_, scaled + (energy / previous) * step, step)
+        step = torch.where(unfinished, scaled + (energy / previous) * step, step)
     return solution

@@ -41,6 +41,7 @@ class Rows:
     transform: Float[Tensor, "*n I I"] | None
     projector: Float[Tensor, "*n I I"] | None
     condition: Float[Tensor, "*n"]
+    metric: Float[Tensor, "I I"] | None = None  # (A Aᵀ)⁻¹ of a shared, well-conditioned A
 
     def restrict(self, residual: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """T r: the residual of Q z = T b."""
@@ -100,7 +101,10 @@ def analyse(A: Float[Tensor, "*n I K"], precision: float) -> Rows:
     smallest = pivots.amin(-1) if pivots.shape[-1] else A.new_ones(A.shape[:-2])
     left_out = torch.zeros(A.shape[:-1], dtype=torch.bool, device=A.device)
     if bool(good.all()):
-        return Rows(dense_map(A), left_out, None, None, smallest.reciprocal())
+        metric = None
+        if A.ndim == 2 and A.shape[0]:
+            metric = torch.cholesky_inverse(factor) / norms / norms.mT
+        return Rows(dense_map(A), left_out, None, None, smallest.reciprocal(), metric)
     rows = _orthonormalise(A, unit, norms, precision)
     worst = rows.condition.max().item()
     if worst * precision**0.5 > 1:

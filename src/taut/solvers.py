@@ -13,7 +13,7 @@ from torch import Tensor
 
 from taut.certificate import certifies
 from taut.dual import Dual
-from taut.factor import solve_gram
+from taut.factor import solve_gram, solve_gram_inexactly
 from taut.rows import Rows
 from taut.solution import Status
 
@@ -142,6 +142,8 @@ class Newton(Solver):
 
     # u moves at most this far in the first trial of a line search: σ is another function there.
     _reach = 5.0
+    # From so many constraints on, conjugate gradients beat a factorisation for each sample.
+    _many_rows = 24
     # The loosest level at which a residual that has stopped falling counts as rounding.
     _floor = 1e-13
 
@@ -239,7 +241,7 @@ class Newton(Solver):
         return status.where(state.relative.isfinite(), int(Status.NONFINITE)), multipliers
 
     def _step(self, problem: _Problem, state: _State) -> _State:
-        step = problem.direction(problem.slopes(state.u), state.residual)
+        step = self._direction(problem, state)
         best = torch.minimum(state.best, state.relative)
         result = problem.state(state.index, state.multipliers + step, best)
         reach = (result.u - state.u).abs().amax(-1)
@@ -254,6 +256,14 @@ class Newton(Solver):
             tamed = self._damped(part.take(wild), before.rows(wild))
             step = step.index_copy(0, wild, tamed)
         return result.merge(rest, self._search(part, before, step, best[rest]))
+
+    def _direction(self, problem: _Problem, state: _State) -> Tensor:
+        w, metric = problem.slopes(state.u), problem.rows.metric
+        if metric is None or len(metric) < self._many_rows:
+            return problem.direction(w, state.residual)
+        # As accurate as the residual is small: what is left after the step is then its square.
+        accuracy = (0.3 * state.relative).clamp(1e-8, 1e-2)
+        return -solve_gram_inexactly(problem.dual.A, w, state.residual, metric, accuracy)
 
     def _damped(self, problem: _Problem, state: _State) -> Tensor:
         """The direction where Newton's is hopeless: some combination of rows has saturated.

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from taut.activations import sigmoid
 from taut.experiments.xor.draws import draw_layer, generator
 
 
@@ -32,16 +33,7 @@ class Students(nn.Module):
         self.bias2 = nn.Parameter(bias2.unsqueeze(1))
 
     def forward(self, x: Float[Tensor, "runs batch 2"]) -> Float[Tensor, "runs batch 10"]:
-        layers = (self.weight1, self.bias1, self.weight2, self.bias2)
-        if len(x) == 1:
-            # torch multiplies a stack of one matrix by another routine than a stack of many, and
-            # rounds differently. Twice the same run keeps a run's bits whatever is beside it.
-            return self._apply_layers(torch.cat([x, x]), *(torch.cat([t, t]) for t in layers))[:1]
-        return self._apply_layers(x, *layers)
-
-    @staticmethod
-    def _apply_layers(
-        x: Tensor, weight1: Tensor, bias1: Tensor, weight2: Tensor, bias2: Tensor
-    ) -> Tensor:
-        hidden = torch.sigmoid(torch.baddbmm(bias1, x, weight1))
-        return torch.baddbmm(bias2, hidden, weight2)
+        # taut's own sigmoid, because the bits of torch's depend on an element's place in the
+        # tensor, and a run must not notice which other runs are beside it.
+        hidden = sigmoid.output(torch.baddbmm(self.bias1, x, self.weight1))
+        return torch.baddbmm(self.bias2, hidden, self.weight2)

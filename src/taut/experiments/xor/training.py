@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from taut.activations import sigmoid
 from taut.experiments.xor.draws import draw_patterns, generator, shuffled
 from taut.experiments.xor.network import Students
 from taut.experiments.xor.settings import OPTIMIZERS, Settings, Variant
@@ -29,11 +30,11 @@ TEST_MEASURES = ("test_residual", "test_error")
 @final
 @dataclass(frozen=True, eq=False)
 class Patterns:
-    """Inputs, targets y and constraints b = A y of every run."""
+    """Inputs, targets y and constraints b = A y, of one run or of many."""
 
-    x: Float[Tensor, "runs N 2"]
-    y: Float[Tensor, "runs N 10"]
-    b: Float[Tensor, "runs N 4"]
+    x: Float[Tensor, "*runs N 2"]
+    y: Float[Tensor, "*runs N 10"]
+    b: Float[Tensor, "*runs N 4"]
 
     def batch(self, index: Int[Tensor, "runs batch"]) -> "Patterns":
         """The patterns at `index`, which counts through the patterns of all runs."""
@@ -63,12 +64,14 @@ def fresh_patterns(
     """Sec. 4: "new inputs […] are sent into the XOR network to produce the output of the fc2 layer
     which we now call y, the new targets"."""
     count = settings.patterns if stream == "inputs" else settings.test_patterns
-    x = torch.stack(
-        [draw_patterns(count, settings.inputs, generator(seed, stream))[0] for seed in seeds]
-    )
-    y = teacher.targets(x).to(device, settings.torch_dtype)
-    b = y @ teacher.A.to(y).mT
-    return Patterns(x.to(y), y, b)
+    A = teacher.A.to(settings.torch_dtype)
+    runs = []
+    # Run by run: rounding depends on the shape of a tensor, and a run's must not.
+    for seed in seeds:
+        x, _ = draw_patterns(count, settings.inputs, generator(seed, stream))
+        y = teacher.targets(x).to(A)
+        runs.append((x.to(A), y, y @ A.mT))
+    return Patterns(*(torch.stack(tensors).to(device) for tensors in zip(*runs, strict=True)))
 
 
 def new_projection(settings: Settings, teacher: Teacher, variant: Variant) -> Projection | None:
@@ -188,7 +191,7 @@ def test(
     data = fresh_patterns(settings, teacher, seeds, "test", device)
     v = students(data.x)
     if layer is None:
-        z = torch.sigmoid(v)
+        z = sigmoid.sigma(v)
     else:
         # The same groups as in training: the paper's solver decides by batches.
         size = settings.batch_size
