@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast, final
 
 import torch
@@ -57,7 +58,7 @@ class Interval:
             torch.as_tensor(self.upper, dtype=like.dtype, device=like.device),
         )
 
-    @property
+    @cached_property
     def bounded(self) -> bool:
         """Are both ends finite, everywhere?
 

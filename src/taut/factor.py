@@ -1,6 +1,8 @@
 """Newton's linear system (A diag(w) Aᵀ) s = r, solved for each sample alone."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,43 +12,92 @@ from taut.linear import DenseMap, LinearMap
 from taut.sparse import SparseMap
 
 
-def solve_gram(
-    A: LinearMap,
-    w: Float[Tensor, "N K"],
-    rhs: Float[Tensor, "N I"],
-    left_out: Bool[Tensor, "*n I"],
-) -> Float[Tensor, "N I"]:
-    """s with A diag(w) Aᵀ s = rhs; rows in `left_out` get s = 0.
+@final
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """A diag(w) Aᵀ of every sample, factorised: `solve` as often as you like."""
+
+    triangle: Float[Tensor, "N I I"]
+    left_out: Bool[Tensor, "*n I"] | None
+    scale: Float[Tensor, "N I"] | None  # of samples that had to be scaled to be factorised
+
+    def solve(self, rhs: Float[Tensor, "N I"]) -> Float[Tensor, "N I"]:
+        """s with A diag(w) Aᵀ s = rhs; rows left out get s = 0."""
+        if self.left_out is not None:
+            rhs = rhs.masked_fill(self.left_out, 0)
+        if self.scale is None:
+            return torch.cholesky_solve(rhs.unsqueeze(-1), self.triangle).squeeze(-1)
+        scaled = (self.scale * rhs).unsqueeze(-1)
+        return self.scale * torch.cholesky_solve(scaled, self.triangle).squeeze(-1)
+
+    def rows(self, index: Tensor) -> "Factor":
+        """The samples at `index`."""
+        left_out = self.left_out
+        if left_out is not None and left_out.ndim > 1:
+            left_out = left_out[index]
+        return Factor(
+            self.triangle[index], left_out, None if self.scale is None else self.scale[index]
+        )
+
+
+def factorise(
+    A: LinearMap, w: Float[Tensor, "N K"], left_out: Bool[Tensor, "*n I"] | None
+) -> Factor:
+    """Factorise A diag(w) Aᵀ for each sample.
 
     Cholesky's factorisation does not mind rows of very different size. Where the matrix is
     singular to rounding, the least multiple of its diagonal that mends it is added.
 
-    >>> from taut.linear import DenseMap
     >>> A, w = DenseMap(torch.ones(1, 4)), torch.ones(1, 4)
-    >>> solve_gram(A, w, torch.tensor([[4.0]]), torch.tensor([False]))
+    >>> factorise(A, w, None).solve(torch.tensor([[4.0]]))
     tensor([[1.]])
     """
     # Slopes that have underflowed would make the matrix zero; the floor keeps a direction in it.
-    w = w.clamp_min(torch.finfo(w.dtype).tiny ** 0.5)
+    gram = A.gram(w.clamp_min(torch.finfo(w.dtype).tiny ** 0.5))
+    if left_out is not None:
+        gram = gram.masked_fill(left_out.unsqueeze(-1) | left_out.unsqueeze(-2), 0)
+        gram = gram + torch.diag_embed(left_out.to(gram.dtype))
+    triangle, info = torch.linalg.cholesky_ex(gram)
+    if not bool(info.any()):
+        return Factor(triangle, left_out, None)
+    bad = info.nonzero().squeeze(-1)
+    lifted, scale = _factorise_singular(gram[bad])
+    every = torch.ones_like(gram[..., 0]).index_copy(0, bad, scale)
+    return Factor(triangle.index_copy(0, bad, lifted), left_out, every)
+
+
+def _factorise_singular(gram: Tensor) -> tuple[Tensor, Tensor]:
+    """Scale to a unit diagonal, and add the least that makes the matrix positive definite."""
+    scale = gram.diagonal(dim1=-2, dim2=-1).rsqrt().nan_to_num(0.0, 0.0, 0.0)
+    unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    # Without a number in it no multiple helps; what is not a number stays so.
+    unit = unit.nan_to_num(0.0, 0.0, 0.0)
+    lift = 8 * torch.finfo(gram.dtype).eps
+    triangle, info = unit, torch.ones(len(unit), dtype=torch.int32, device=gram.device)
+    while bool(info.any()):
+        bad = info.nonzero().squeeze(-1)
+        raised = unit[bad]
+        raised.diagonal(dim1=-2, dim2=-1).fill_(1 + lift)
+        again, code = torch.linalg.cholesky_ex(raised)
+        triangle, info = triangle.index_copy(0, bad, again), info.index_copy(0, bad, code)
+        lift *= 100
+    return triangle, scale
+
+
+def solve_gram(
+    A: LinearMap,
+    w: Float[Tensor, "N K"],
+    rhs: Float[Tensor, "N I"],
+    left_out: Bool[Tensor, "*n I"] | None,
+) -> Float[Tensor, "N I"]:
+    """s with A diag(w) Aᵀ s = rhs to rounding; rows in `left_out` get s = 0."""
     if isinstance(A, SparseMap) and A.iterative:
+        w = w.clamp_min(torch.finfo(w.dtype).tiny ** 0.5)
         diagonal = A.gram_diagonal(w)
         inverse = torch.where(diagonal > 0, diagonal.reciprocal(), torch.zeros_like(diagonal))
         eps = torch.finfo(w.dtype).eps
         return conjugate_gradient(A, w, rhs, inverse.mul, eps, 10 * rhs.shape[-1])
-    gram = A.gram(w)
-    out = left_out if bool(left_out.any()) else None
-    if out is not None:
-        gram = gram.masked_fill(out.unsqueeze(-1) | out.unsqueeze(-2), 0)
-        gram = gram + torch.diag_embed(out.to(gram.dtype))
-        rhs = rhs.masked_fill(out, 0)
-    if gram.shape[-1] == 1:
-        return rhs / gram.squeeze(-1)
-    factor, info = torch.linalg.cholesky_ex(gram)
-    solution = torch.cholesky_solve(rhs.unsqueeze(-1), factor).squeeze(-1)
-    if bool((info > 0).any()):
-        bad = (info > 0).nonzero().squeeze(-1)
-        solution = solution.index_copy(0, bad, _solve_singular(gram[bad], rhs[bad]))
-    return solution
+    return factorise(A, w, left_out).solve(rhs)
 
 
 def solve_gram_inexactly(
@@ -69,29 +120,12 @@ def solve_gram_inexactly(
         if len(index) == 0:
             continue
         if direct:
-            none = torch.zeros(rhs.shape[-1], dtype=torch.bool, device=rhs.device)
-            part = solve_gram(A, w[index], rhs[index], none)
+            part = solve_gram(A, w[index], rhs[index], None)
         else:
             multiply = DenseMap(metric).apply
             part = conjugate_gradient(A, w[index], rhs[index], multiply, accuracy[index], 40)
         solution[index] = part
     return solution
-
-
-def _solve_singular(gram: Tensor, rhs: Tensor) -> Tensor:
-    """Scale to a unit diagonal, and add the least that makes the matrix positive definite."""
-    scale = gram.diagonal(dim1=-2, dim2=-1).rsqrt().nan_to_num(0.0, 0.0, 0.0)
-    unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    lift = 8 * torch.finfo(gram.dtype).eps
-    factor, info = unit, torch.ones(len(unit), dtype=torch.int32, device=gram.device)
-    while bool((info > 0).any()):
-        bad = (info > 0).nonzero().squeeze(-1)
-        lifted = unit[bad]
-        lifted.diagonal(dim1=-2, dim2=-1).fill_(1 + lift)
-        again, code = torch.linalg.cholesky_ex(lifted)
-        factor, info = factor.index_copy(0, bad, again), info.index_copy(0, bad, code)
-        lift *= 100
-    return scale * torch.cholesky_solve((scale * rhs).unsqueeze(-1), factor).squeeze(-1)
 
 
 def conjugate_gradient(

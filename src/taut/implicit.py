@@ -1,5 +1,6 @@
 """The solve as a differentiable function of v, A and b, by the implicit function theorem."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
@@ -67,7 +68,7 @@ class Multipliers(torch.autograd.Function):
         size = batch[-1] if task.batch_ndim else 1
         outcome = task.solver.solve(dual, rows, start, size, torch.finfo(v.dtype).eps)
         multipliers, status = outcome.multipliers, outcome.status
-        u, z = outcome.u.to(v.dtype), task.activation.sigma(outcome.u).to(v.dtype)
+        u, z = outcome.u.to(v.dtype), outcome.z.to(v.dtype)
         if not bool(finite.all()):
             status = status.where(finite, int(Status.NONFINITE))
             multipliers = multipliers.where(finite.unsqueeze(-1), 0)
@@ -128,13 +129,11 @@ class Multipliers(torch.autograd.Function):
         return outputs, (0, 0, 0, 0, 0, 0)
 
 
-def _finite(x: Tensor) -> Tensor:
+def _finite(x: Tensor, shared: bool = False) -> Tensor:
     """For each sample: is every entry a number? The sum settles the usual case at once."""
-    if bool(x.sum().isfinite()):
+    if math.isfinite(x.sum().item()):
         return torch.ones((), dtype=torch.bool, device=x.device)
-    if x.ndim == 3:
-        x = x.flatten(1)
-    return x.isfinite().all(-1)
+    return x.isfinite().all() if shared else x.isfinite().flatten(1).all(-1)
 
 
 def _problems(v: Tensor, data: Tensor, b: Tensor, task: Task) -> tuple[Dual, Tensor]:
@@ -147,7 +146,7 @@ def _problems(v: Tensor, data: Tensor, b: Tensor, task: Task) -> tuple[Dual, Ten
     data = data.to(dtype)
     if data.ndim > 2:
         data = data.reshape(n, *data.shape[-2:])
-    finite = _finite(v) & _finite(b) & (_finite(data) if data.ndim > 2 else data.isfinite().all())
+    finite = _finite(v) & _finite(b) & _finite(data, shared=data.ndim < 3)
     if bool(finite.all()):
         return Dual(task.activation, task.map(data), v, b), finite
     finite = finite.expand(n)

@@ -37,7 +37,7 @@ class Rows:
     """
 
     basis: LinearMap
-    left_out: Bool[Tensor, "*n I"]
+    left_out: Bool[Tensor, "*n I"] | None
     transform: Float[Tensor, "*n I I"] | None
     projector: Float[Tensor, "*n I I"] | None
     condition: Float[Tensor, "*n"]
@@ -45,9 +45,7 @@ class Rows:
 
     def restrict(self, residual: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """T r: the residual of Q z = T b."""
-        if self.transform is None:
-            return residual.masked_fill(self.left_out, 0)
-        return _transform(residual, self.transform)
+        return residual if self.transform is None else _transform(residual, self.transform)
 
     def enter(self, A: LinearMap, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """Multipliers of Q from those of A."""
@@ -61,15 +59,13 @@ class Rows:
 
     def rows(self, index: Tensor) -> "Rows":
         """The samples at `index`."""
-        if self.left_out.ndim == 1:
+        if self.condition.ndim == 0:
             return self
-        return Rows(
-            self.basis.rows(index),
-            self.left_out[index],
-            None if self.transform is None else self.transform[index],
-            None if self.projector is None else self.projector[index],
-            self.condition[index],
+        left_out, transform, projector = (
+            None if x is None else x[index] for x in (self.left_out, self.transform, self.projector)
         )
+        basis, condition = self.basis.rows(index), self.condition[index]
+        return Rows(basis, left_out, transform, projector, condition)
 
 
 def _transform(x: Tensor, matrix: Tensor) -> Tensor:
@@ -80,9 +76,7 @@ def _transform(x: Tensor, matrix: Tensor) -> Tensor:
 
 def unexamined(A: LinearMap) -> Rows:
     """The rows as they are, where looking at them would mean making A dense."""
-    device = A.data.device
-    left_out = torch.zeros(A.shape[0], dtype=torch.bool, device=device)
-    return Rows(A, left_out, None, None, A.data.new_tensor(torch.nan))
+    return Rows(A, None, None, None, A.data.new_tensor(torch.nan))
 
 
 def analyse(A: Float[Tensor, "*n I K"], precision: float) -> Rows:
@@ -99,12 +93,11 @@ def analyse(A: Float[Tensor, "*n I K"], precision: float) -> Rows:
     # square of the condition number starts to cost Newton its quadratic convergence.
     good = (info == 0) & (pivots > eps ** (1 / 3)).all(-1)
     smallest = pivots.amin(-1) if pivots.shape[-1] else A.new_ones(A.shape[:-2])
-    left_out = torch.zeros(A.shape[:-1], dtype=torch.bool, device=A.device)
     if bool(good.all()):
         metric = None
         if A.ndim == 2 and A.shape[0]:
             metric = torch.cholesky_inverse(factor) / norms / norms.mT
-        return Rows(dense_map(A), left_out, None, None, smallest.reciprocal(), metric)
+        return Rows(dense_map(A), None, None, None, smallest.reciprocal(), metric)
     rows = _orthonormalise(A, unit, norms, precision)
     worst = rows.condition.max().item()
     if worst * precision**0.5 > 1:
@@ -151,17 +144,19 @@ def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor, precision: float) ->
     transform = basis[..., columns:]
     # Q = T A recomputed, so that the two agree to rounding.
     orthonormal = transform @ A
-    projector = None if bool(kept.all()) else _range_projector(A, orthonormal, precision)
+    left_out = projector = None
+    if not bool(kept.all()):
+        left_out, projector = ~kept, _range_projector(A, orthonormal, precision)
     good = smallest > eps ** (1 / 3)
     if bool(good.all()):
-        return Rows(dense_map(A), ~kept, None, projector, smallest.reciprocal())
+        return Rows(dense_map(A), left_out, None, projector, smallest.reciprocal())
     # A good sample keeps its own rows: products with the identity are exact, so its neighbours
     # change none of its bits.
     good = good[..., None, None]
     identity = torch.eye(rows, dtype=A.dtype, device=A.device) * kept[..., None, :]
     return Rows(
         dense_map(torch.where(good, A, orthonormal)),
-        ~kept,
+        left_out,
         torch.where(good, identity, transform),
         projector,
         smallest.reciprocal(),

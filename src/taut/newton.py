@@ -1,0 +1,312 @@
+"""Newton's method on D, for each sample alone."""
+
+from dataclasses import dataclass, fields
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from taut.certificate import certifies
+from taut.dual import Dual
+from taut.factor import Factor, factorise, solve_gram, solve_gram_inexactly
+from taut.rows import Rows
+from taut.solution import Status
+from taut.solver import Outcome, Solver, relative, rounding_scale
+from taut.sparse import SparseMap
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _State:
+    """The samples still being worked on; `index` is their place in the batch."""
+
+    index: Int[Tensor, "n"]
+    multipliers: Float[Tensor, "n I"]  # of the basis Q = T A
+    u: Float[Tensor, "n K"]
+    z: Float[Tensor, "n K"]
+    residual: Float[Tensor, "n I"]  # A z − b
+    relative: Float[Tensor, "n"]  # its size over |b| + |A||z|
+    best: Float[Tensor, "n"]  # the smallest of these before
+
+    def rows(self, index: Tensor) -> "_State":
+        return _State(*(getattr(self, f.name)[index] for f in fields(self)))
+
+    def merge(self, index: Tensor, other: "_State") -> "_State":
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return _State(*(mine.index_copy(0, index, theirs) for mine, theirs in pairs))
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """D in the coordinates of the basis: u = v + Qᵀλ, ∇ = T(A z − b), ∇² = Q diag(w) Qᵀ."""
+
+    dual: Dual
+    rows: Rows
+    size_of_b: Tensor
+
+    def state(self, index: Tensor, multipliers: Tensor, best: Tensor) -> _State:
+        u = self.dual.v + self.rows.basis.adjoint(multipliers)
+        z = self.dual.activation.sigma(u)
+        residual = self.dual.residual(z)
+        scale = self.size_of_b + self.dual.A.abs().apply(z.abs())
+        return _State(index, multipliers, u, z, residual, relative(residual, scale), best)
+
+    def slopes(self, u: Tensor) -> Tensor:
+        return self.dual.activation.slope(u)
+
+    def direction(self, w: Tensor, residual: Tensor) -> Tensor:
+        """−(Q diag(w) Qᵀ)⁻¹∇D: Newton's where w are the slopes."""
+        return -solve_gram(self.rows.basis, w, self.rows.restrict(residual), self.rows.left_out)
+
+    @property
+    def iterative(self) -> bool:
+        """Is the Hessian too large to be formed?"""
+        return isinstance(self.rows.basis, SparseMap) and self.rows.basis.iterative
+
+    def take(self, index: Tensor) -> "_Problem":
+        return _Problem(self.dual.rows(index), self.rows.rows(index), self.size_of_b[index])
+
+
+@final
+@dataclass(frozen=True)
+class Newton(Solver):
+    """Newton's method with a line search on the slope of D; the default.
+
+    Each sample stops by itself when |A z − b| is within `tol` of |b| + |A||z|; None asks for the
+    rounding level of v's dtype. Finished samples cost nothing more.
+
+    The solve runs in float64 whatever the dtype of v: that costs little, and a float32 z is then
+    the rounding of the right one. `dtype=None` solves in the dtype of v, for hardware that is slow
+    in float64; with large logits a float32 u = v + Aᵀλ is itself too coarse for a small residual.
+
+    A step p is judged by the derivative of D along it, h(α) = pᵀ∇D(λ + αp), which rises from
+    −|h(0)|: it is too long when h has become clearly positive. Differences of D itself, as in
+    Armijo's rule, drown in rounding long before the residual does.
+
+    >>> import taut
+    >>> A, b = torch.ones(1, 3), torch.tensor([2.0])
+    >>> taut.project(torch.zeros(3), A, b, activation="sigmoid", solver=Newton(tol=1e-6)).z
+    tensor([0.6667, 0.6667, 0.6667])
+    """
+
+    tol: float | None = None
+    max_iterations: int = 200
+    dtype: torch.dtype | None = torch.float64
+
+    # u moves at most this far in the first trial of a line search: σ is another function there.
+    _reach = 5.0
+    # From so many constraints on, conjugate gradients beat a factorisation for each sample.
+    _many_rows = 24
+    # The loosest level at which a residual that has stopped falling counts as rounding.
+    _floor = 1e-13
+
+    def __post_init__(self) -> None:
+        if self.tol is not None and not self.tol > 0:
+            raise ValueError(f"tol must be positive or None; got {self.tol!r}.")
+        if self.max_iterations < 0:
+            raise ValueError(f"max_iterations must be ≥ 0; got {self.max_iterations!r}.")
+        if self.dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"dtype must be float32, float64 or None; got {self.dtype!r}.")
+
+    def solve(
+        self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int, eps: float
+    ) -> Outcome:
+        problem = _Problem(dual, rows, dual.b.abs())
+        state = self._start(problem, init)
+        outcome = None
+        for iteration in range(self.max_iterations + 1):
+            status, multipliers = self._judge(problem, state, iteration, eps)
+            if iteration == self.max_iterations:
+                status = status.where(status >= 0, int(Status.MAX_ITERATIONS))
+            decided = status >= 0
+            if bool(decided.any()):
+                count = torch.full_like(status, iteration)
+                here = Outcome(multipliers, state.u, state.z, count, status)
+                left = (~decided).nonzero().squeeze(-1)
+                if outcome is None and len(left) == 0:
+                    return here
+                done = decided.nonzero().squeeze(-1)
+                outcome = Outcome.like(dual, init) if outcome is None else outcome
+                outcome.write(state.index[done], here.rows(done))
+                if len(left) == 0:
+                    return outcome
+                problem, state = problem.take(left), state.rows(left)
+            state = self._step(problem, state, eps)
+        raise AssertionError("unreachable: the last iteration decides every sample")
+
+    def _start(self, problem: _Problem, init: Tensor) -> _State:
+        index = torch.arange(len(init), device=init.device)
+        best = torch.full_like(problem.dual.v[:, 0], torch.inf)
+        state = problem.state(index, problem.rows.enter(problem.dual.A, init), best)
+        if problem.dual.activation.range.bounded:
+            return state
+        lost = ~(state.residual.abs() <= 1e4 * (1 + problem.size_of_b)).all(-1)
+        if bool(lost.any()):
+            lost = lost.nonzero().squeeze(-1)
+            state = state.merge(lost, self._lower(problem.take(lost), state.rows(lost)))
+        return state
+
+    def _lower(self, problem: _Problem, state: _State) -> _State:
+        """A better start where exp begins far too high, if there is one.
+
+        Only the part of v in the null space of A matters, so the rest can be taken out; and then
+        u can move down as one: v → v − Aᵀ(AAᵀ)⁻¹A(v + s·1), first with s = 0, then s = max u.
+        """
+        shift, v = torch.zeros_like(state.u[:, :1]), problem.dual.v
+        for _ in range(2):
+            multipliers = problem.direction(torch.ones_like(v), problem.dual.A.apply(v + shift))
+            trial = problem.state(state.index, multipliers, state.best)
+            shift = trial.u.amax(-1, keepdim=True)
+            size, before = (x.residual.abs().amax(-1).nan_to_num(torch.inf) for x in (trial, state))
+            better = (size < before).nonzero().squeeze(-1)
+            state = state.merge(better, trial.rows(better))
+        return state
+
+    def _target(self, state: _State, eps: float) -> float:
+        return self.tol or max(2 * eps, 8 * torch.finfo(state.z.dtype).eps)
+
+    def _judge(
+        self, problem: _Problem, state: _State, iteration: int, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """A Status for each sample, or −1 where the work goes on; and its multipliers."""
+        target, floor = self._target(state, eps), 16 * torch.finfo(state.z.dtype).eps
+        floor = max(target, floor, self._floor)
+        multipliers = problem.rows.leave(state.multipliers)
+        converged = state.relative <= target
+        if bool(converged.all()):
+            return torch.zeros_like(state.index), multipliers
+        near = state.relative <= min(1e6 * floor, 1e-2)
+        if bool(near.any()):
+            # Is what is left the rounding of u, or has it stopped falling?
+            scale = rounding_scale(problem.dual, state.u, state.z)
+            level = relative(state.residual, scale)
+            stalled = (level <= floor) & (state.relative >= 0.5 * state.best)
+            converged = converged | (near & ((level <= target) | stalled))
+        status = torch.where(converged, int(Status.CONVERGED), -1)
+        if problem.rows.projector is not None:
+            # The rows kept are satisfied to rounding, and a redundant one is not.
+            scale = rounding_scale(problem.dual, state.u, state.z)
+            left_out = torch.as_tensor(problem.rows.left_out, device=scale.device)
+            kept = state.residual.masked_fill(left_out, 0)
+            solved = ~converged & (relative(kept, scale) <= target)
+            alike = relative(state.residual, scale) <= max(floor, 16 * eps)
+            status = status.where(~(solved & alike), int(Status.CONVERGED))
+            status = status.where(~solved | alike, int(Status.INCONSISTENT))
+        if iteration > 1:
+            proven, proofs = _certificates(problem, multipliers, eps)
+            proven = proven & (status < 0)
+            status = status.where(~proven, int(Status.INFEASIBLE))
+            multipliers = torch.where(proven.unsqueeze(-1), proofs, multipliers)
+        return status.where(state.relative < torch.inf, int(Status.NONFINITE)), multipliers
+
+    def _step(self, problem: _Problem, state: _State, eps: float) -> _State:
+        w, metric = problem.slopes(state.u), problem.rows.metric
+        best = torch.minimum(state.best, state.relative)
+        factor = None
+        if metric is not None and len(metric) >= self._many_rows:
+            # As accurate as the residual is small: what is left after the step is its square.
+            accuracy = (0.3 * state.relative).clamp(1e-8, 1e-2)
+            step = -solve_gram_inexactly(problem.dual.A, w, state.residual, metric, accuracy)
+        elif problem.iterative:
+            step = problem.direction(w, state.residual)
+        else:
+            factor = factorise(problem.rows.basis, w, problem.rows.left_out)
+            step = -factor.solve(problem.rows.restrict(state.residual))
+        result = problem.state(state.index, state.multipliers + step, best)
+        reach = (result.u - state.u).abs().amax(-1)
+        # Most steps are plainly good: near, and with a residual that has fallen by a lot.
+        good = (result.relative <= 0.25 * state.relative) & (reach <= self._reach)
+        if not bool(good.all()):
+            rest = (~good).nonzero().squeeze(-1)
+            part, before = problem.take(rest), state.rows(rest)
+            searched = self._search(part, before, self._tame(part, before, step[rest], reach[rest]))
+            result = result.merge(rest, searched)
+        if factor is not None:
+            again = good & (result.relative > self._target(state, eps))
+            result = self._repeat(problem, factor, result, again)
+        return result
+
+    def _repeat(self, problem: _Problem, factor: Factor, state: _State, which: Tensor) -> _State:
+        """A second step with the same factor, which is cheap and makes convergence cubic."""
+        if not bool(which.any()):
+            return state
+        if bool(which.all()):
+            index = None
+            part, factor, before = problem, factor, state
+        else:
+            index = which.nonzero().squeeze(-1)
+            part, factor, before = problem.take(index), factor.rows(index), state.rows(index)
+        step = -factor.solve(part.rows.restrict(before.residual))
+        after = part.state(before.index, before.multipliers + step, before.best)
+        better = after.relative < before.relative
+        if not bool(better.all()):
+            worse = (~better).nonzero().squeeze(-1)
+            after = after.merge(worse, before.rows(worse))
+        return after if index is None else state.merge(index, after)
+
+    def _tame(self, problem: _Problem, state: _State, step: Tensor, reach: Tensor) -> Tensor:
+        """The steps, with those that run away replaced."""
+        wild = (~(reach <= 20 * self._reach)).nonzero().squeeze(-1)
+        if len(wild) == 0:
+            return step
+        return step.index_copy(0, wild, self._damped(problem.take(wild), state.rows(wild)))
+
+    def _damped(self, problem: _Problem, state: _State) -> Tensor:
+        """The direction where Newton's is hopeless: some combination of rows has saturated.
+
+        Such a combination would run away and hold all others back. Slopes w + μ limit it, with μ
+        so that a step against no curvature at all moves u by about 200.
+        """
+        flat = problem.direction(torch.ones_like(state.u), state.residual)
+        mu = problem.rows.basis.adjoint(flat).abs().amax(-1, keepdim=True) / 200
+        return problem.direction(problem.slopes(state.u) + mu, state.residual)
+
+    def _search(self, problem: _Problem, state: _State, step: Tensor) -> _State:
+        """The state at λ + αp, with α chosen for each sample from the size and sign of h(α)."""
+        best = torch.minimum(state.best, state.relative)
+        steepness = (step * problem.rows.restrict(state.residual)).sum(-1).abs()
+        reach = problem.rows.basis.adjoint(step).abs().amax(-1)
+        alpha = (self._reach / reach).nan_to_num(0.0).clamp(max=1)
+        growing, low = torch.ones_like(alpha, dtype=torch.bool), torch.zeros_like(alpha)
+        todo = torch.arange(len(step), device=step.device)
+        result = state
+        for _ in range(60):
+            part, h0, a, floor = problem.take(todo), steepness[todo], alpha[todo], low[todo]
+            moved = state.multipliers[todo] + a.unsqueeze(-1) * step[todo]
+            trial = part.state(state.index[todo], moved, best[todo])
+            result = result.merge(todo, trial)
+            h = (step[todo] * part.rows.restrict(trial.residual)).sum(-1)
+            long = ~(h <= 0.5 * h0)
+            # D still falls at a good part of its first rate: go further. exp needs it, whose
+            # Newton step is one unit of u however far there is to go.
+            short = (h < -0.3 * h0) & growing[todo]
+            cut = (h0 / (h0 + h)).nan_to_num(nan=0.1).clamp(0.1, 0.5)
+            further = torch.where(short, 4 * a, a)
+            alpha[todo] = torch.where(long, floor + (a - floor) * cut, further)
+            low[todo] = torch.where(short, a, floor)
+            growing[todo] = short
+            todo = todo[long | short]
+            if len(todo) == 0:
+                break
+        return result
+
+
+def _certificates(problem: _Problem, multipliers: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Which samples are proven infeasible, and by which multipliers."""
+    dual = problem.dual
+    # As far as λ has run, only its direction counts: bring it to size 1 by a power of 2, and to
+    # the precision in which it will be returned.
+    size = multipliers.abs().amax(-1, keepdim=True)
+    candidate = torch.ldexp(multipliers, -torch.frexp(size.nan_to_num(1.0)).exponent)
+    candidate = candidate.to(torch.float32).to(size.dtype) if eps > 1e-10 else candidate
+    proven = certifies(candidate, dual.A.adjoint(candidate), dual)
+    if not dual.activation.range.bounded:
+        # λ = t·d + rest with t → ∞, and in a half-infinite range the rest may spoil the proof
+        # that d is: leave out the small entries.
+        direction = candidate.where(candidate.abs() > 0.1, 0)
+        also = ~proven & certifies(direction, dual.A.adjoint(direction), dual)
+        candidate = torch.where(also.unsqueeze(-1), direction, candidate)
+        proven = proven | also
+    return proven, candidate
