@@ -72,7 +72,8 @@ def _factorise_singular(gram: Tensor) -> tuple[Tensor, Tensor]:
     unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
     # Without a number in it no multiple helps; what is not a number stays so.
     unit = unit.nan_to_num(0.0, 0.0, 0.0)
-    lift = 8 * torch.finfo(gram.dtype).eps
+    # Not less: along a direction that A does not see, λ would run off by the rounding over this.
+    lift = torch.finfo(gram.dtype).eps ** (2 / 3)
     triangle, info = unit, torch.ones(len(unit), dtype=torch.int32, device=gram.device)
     while bool(info.any()):
         bad = info.nonzero().squeeze(-1)

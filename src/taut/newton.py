@@ -171,8 +171,8 @@ class Newton(Solver):
         self, problem: _Problem, state: _State, iteration: int, eps: float
     ) -> tuple[Tensor, Tensor]:
         """A Status for each sample, or −1 where the work goes on; and its multipliers."""
-        target, floor = self._target(state, eps), 16 * torch.finfo(state.z.dtype).eps
-        floor = max(target, floor, self._floor)
+        target, own = self._target(state, eps), 8 * torch.finfo(state.z.dtype).eps
+        floor = max(2 * own, self._floor)
         multipliers = problem.rows.leave(state.multipliers)
         converged = state.relative <= target
         if bool(converged.all()):
@@ -183,17 +183,21 @@ class Newton(Solver):
             scale = rounding_scale(problem.dual, state.u, state.z)
             level = relative(state.residual, scale)
             stalled = (level <= floor) & (state.relative >= 0.5 * state.best)
-            converged = converged | (near & ((level <= target) | stalled))
+            converged = converged | (near & ((level <= own) | stalled))
         status = torch.where(converged, int(Status.CONVERGED), -1)
         if problem.rows.projector is not None:
             # The rows kept are satisfied to rounding, and a redundant one is not.
             scale = rounding_scale(problem.dual, state.u, state.z)
             left_out = torch.as_tensor(problem.rows.left_out, device=scale.device)
             kept = state.residual.masked_fill(left_out, 0)
-            solved = ~converged & (relative(kept, scale) <= target)
+            solved = ~converged & (relative(kept, scale) <= own)
             alike = relative(state.residual, scale) <= max(floor, 16 * eps)
             status = status.where(~(solved & alike), int(Status.CONVERGED))
             status = status.where(~solved | alike, int(Status.INCONSISTENT))
+        elif iteration > 1 and bool(problem.rows.condition.isnan().any()):
+            status = status.where(
+                converged | ~_contradicts(problem, state), int(Status.INCONSISTENT)
+            )
         if iteration > 1:
             proven, proofs = _certificates(problem, multipliers, eps)
             proven = proven & (status < 0)
@@ -291,6 +295,13 @@ class Newton(Solver):
             if len(todo) == 0:
                 break
         return result
+
+
+def _contradicts(problem: _Problem, state: _State) -> Tensor:
+    """Is the residual r orthogonal to the range of A? Then rᵀ(A z − b) = −rᵀb for every z."""
+    A = problem.dual.A
+    image, size = A.adjoint(state.residual).abs(), A.abs().adjoint(state.residual.abs())
+    return (image <= 1e-8 * size).all(-1)
 
 
 def _certificates(problem: _Problem, multipliers: Tensor, eps: float) -> tuple[Tensor, Tensor]:

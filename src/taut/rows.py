@@ -18,6 +18,10 @@ from torch import Tensor
 
 from taut.linear import BatchedMap, DenseMap, LinearMap, dense_map
 
+# Nearer than this to the span of the others, a row makes multipliers so large that the rounding
+# of Aᵀλ shows in the residual.
+_DISTINCT = 1e-3
+
 
 @final
 class ConditionWarning(UserWarning):
@@ -86,12 +90,10 @@ def analyse(A: Float[Tensor, "*n I K"], precision: float) -> Rows:
     """
     norms = A.norm(dim=-1, keepdim=True)
     unit = A / norms.where(norms > 0, 1)
-    eps = torch.finfo(A.dtype).eps
     factor, info = torch.linalg.cholesky_ex(unit @ unit.mT)
     pivots = factor.diagonal(dim1=-2, dim2=-1)
-    # A pivot is the distance of a unit row to the span of those before it. Below eps^⅓ the
-    # square of the condition number starts to cost Newton its quadratic convergence.
-    good = (info == 0) & (pivots > eps ** (1 / 3)).all(-1)
+    # A pivot is the distance of a unit row to the span of those before it.
+    good = (info == 0) & (pivots > _DISTINCT).all(-1)
     smallest = pivots.amin(-1) if pivots.shape[-1] else A.new_ones(A.shape[:-2])
     if bool(good.all()):
         metric = None
@@ -115,7 +117,6 @@ def analyse(A: Float[Tensor, "*n I K"], precision: float) -> Rows:
 def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor, precision: float) -> Rows:
     """Gram–Schmidt with row pivoting, carried out on [unit A | T] so that Q = T A on the left."""
     *batch, rows, columns = A.shape
-    eps = torch.finfo(A.dtype).eps
     scale = torch.diag_embed(norms.where(norms > 0, 1).reciprocal().squeeze(-1))
     count = A.shape[:-2].numel()
     rest = torch.cat([unit, scale], dim=-1).reshape(count, rows, columns + rows)
@@ -147,7 +148,7 @@ def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor, precision: float) ->
     left_out = projector = None
     if not bool(kept.all()):
         left_out, projector = ~kept, _range_projector(A, orthonormal, precision)
-    good = smallest > eps ** (1 / 3)
+    good = smallest > _DISTINCT
     if bool(good.all()):
         return Rows(dense_map(A), left_out, None, projector, smallest.reciprocal())
     # A good sample keeps its own rows: products with the identity are exact, so its neighbours
