@@ -57,6 +57,9 @@ def factorise(
     if left_out is not None:
         gram = gram.masked_fill(left_out.unsqueeze(-1) | left_out.unsqueeze(-2), 0)
         gram = gram + torch.diag_embed(left_out.to(gram.dtype))
+    if isinstance(A, SparseMap):
+        # Its rows have not been examined: keep those that others imply from running off.
+        gram.diagonal(dim1=-2, dim2=-1).mul_(1 + _lift(gram))
     triangle, info = torch.linalg.cholesky_ex(gram)
     if not bool(info.any()):
         return Factor(triangle, left_out, None)
@@ -72,8 +75,7 @@ def _factorise_singular(gram: Tensor) -> tuple[Tensor, Tensor]:
     unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
     # Without a number in it no multiple helps; what is not a number stays so.
     unit = unit.nan_to_num(0.0, 0.0, 0.0)
-    # Not less: along a direction that A does not see, λ would run off by the rounding over this.
-    lift = torch.finfo(gram.dtype).eps ** (2 / 3)
+    lift = _lift(gram)
     triangle, info = unit, torch.ones(len(unit), dtype=torch.int32, device=gram.device)
     while bool(info.any()):
         bad = info.nonzero().squeeze(-1)
@@ -83,6 +85,11 @@ def _factorise_singular(gram: Tensor) -> tuple[Tensor, Tensor]:
         triangle, info = triangle.index_copy(0, bad, again), info.index_copy(0, bad, code)
         lift *= 100
     return triangle, scale
+
+
+def _lift(gram: Tensor) -> float:
+    # Not less: along a direction that A does not see, λ would move by the rounding over this.
+    return torch.finfo(gram.dtype).eps ** (2 / 3)
 
 
 def solve_gram(
@@ -98,7 +105,11 @@ def solve_gram(
         inverse = torch.where(diagonal > 0, diagonal.reciprocal(), torch.zeros_like(diagonal))
         eps = torch.finfo(w.dtype).eps
         return conjugate_gradient(A, w, rhs, inverse.mul, eps, 10 * rhs.shape[-1])
-    return factorise(A, w, left_out).solve(rhs)
+    factor = factorise(A, w, left_out)
+    s = factor.solve(rhs)
+    if isinstance(A, SparseMap):  # refine, to take back what was added to the diagonal
+        s = s + factor.solve(rhs - A.apply(w * A.adjoint(s)))
+    return s
 
 
 def solve_gram_inexactly(

@@ -290,7 +290,7 @@ class Newton(Solver):
             further = torch.where(short, 4 * a, a)
             alpha[todo] = torch.where(long, floor + (a - floor) * cut, further)
             low[todo] = torch.where(short, a, floor)
-            growing[todo] = short
+            growing[todo] = short & (a < 16)
             todo = todo[long | short]
             if len(todo) == 0:
                 break
