@@ -1,0 +1,112 @@
+"""Random hard problems, and an independent check of every answer.
+
+    make fuzz N=1000000                          or, with more control,
+    .venv/bin/python benchmarks/fuzz.py --rows 1000000 --seed 0 --processes 2
+
+Rows come in blocks; block b of seed s is always the same. The exit code is 1 when any check
+failed, and each failure is printed as a snippet that rebuilds its row.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import taut
+from fuzzing.blocks import MOST
+from fuzzing.runner import reproducer, run_blocks
+from fuzzing.tally import Tally, report, table
+
+_RESULTS = Path(__file__).parent / "results" / "fuzz.json"
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=10_000, help="stop after this many rows")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="or after this long")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first block")
+    parser.add_argument("--most", type=int, default=MOST, help="rows in a block")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="0: none more")
+    parser.add_argument("--out", type=Path, default=_RESULTS, help="where the JSON goes")
+    parser.add_argument("--shown", type=int, default=5, help="failures printed in full")
+    return parser.parse_args(argv)
+
+
+def fuzz(options: argparse.Namespace, console: Console) -> Tally:
+    """Run blocks until there are enough rows, the time is over or Ctrl-C is pressed."""
+    tally, began = Tally(), time.monotonic()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]:,.0f} rows/s"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("fuzz", total=options.rows, rate=0.0)
+        blocks = run_blocks(options.seed, options.first, options.most, options.processes)
+        with contextlib.closing(blocks), contextlib.suppress(KeyboardInterrupt):
+            for part in blocks:
+                tally.merge(part)
+                spent = time.monotonic() - began
+                text = f"fuzz: {tally.checks.total()} failed" if tally.checks else "fuzz"
+                rate = tally.rows / spent
+                progress.update(bar, completed=tally.rows, rate=rate, description=text)
+                if tally.rows >= options.rows or spent > options.seconds:
+                    break
+    return tally
+
+
+def show(tally: Tally, seconds: float, shown: int, console: Console) -> None:
+    for names in (("activation", "dtype"), ("target",), ("matrix",), ("logits",), ("start",)):
+        console.print(table(" × ".join(names), tally.by(*names), names))
+    promised = tally.promised.summary()
+    share = promised["converged"] / max(1, promised["rows"])
+    console.print(f"of the regimes promised to converge: {share:.3%} of {promised['rows']:,} rows")
+    for name, count in sorted(tally.samples.items()):
+        console.print(f"  {name}: {count:,}")
+    rate = tally.rows / seconds
+    console.print(f"{tally.rows:,} rows, {tally.blocks:,} blocks, {seconds:.0f} s, {rate:,.0f}/s")
+    for check, count in tally.checks.most_common():
+        console.print(f"[red]FAILED on {count:,} rows: {check}", highlight=False)
+    seen: set[str] = set()
+    for failure in tally.failures:
+        if failure.check not in seen and len(seen) < shown:
+            seen.add(failure.check)
+            console.print("\n" + reproducer(failure), markup=False, highlight=False, soft_wrap=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments(argv)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=140)  # a file or a pipe has room for whole words
+    began = time.monotonic()
+    tally = fuzz(options, console)
+    seconds = time.monotonic() - began
+    show(tally, seconds, options.shown, console)
+    run = {
+        "command": f"benchmarks/fuzz.py --rows {options.rows} --seed {options.seed}",
+        "taut": taut.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "seconds": round(seconds, 1),
+        "rows_per_second": round(tally.rows / seconds, 1),
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(run | report(tally), indent=1, ensure_ascii=False)
+    options.out.write_text(text + "\n", encoding="utf-8")
+    return 1 if tally.checks else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

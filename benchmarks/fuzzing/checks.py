@@ -1,0 +1,171 @@
+"""What is checked on every row, independently of taut's own arithmetic.
+
+Residuals, predictors and outputs are recomputed in extended precision from the numbers taut was
+given and the numbers it returned. A check is a mask over the rows of a block, True where it fails.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import taut
+from fuzzing.blocks import Block
+from taut import Status
+
+Array = NDArray[np.floating]
+Mask = NDArray[np.bool_]
+
+# |A z − b| allowed for a CONVERGED row, relative to |b| + |A||z| (and to a unit of z).
+TOLERANCE = {np.float64: 1e-12, np.float32: 2e-6}
+# Multiples of eps granted to taut for the rounding of one operation on numbers of known size.
+_FEW = 32
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What taut returned for a block, as NumPy arrays."""
+
+    z: Array
+    multipliers: Array
+    u: Array
+    residual: Array
+    iterations: NDArray[np.int64]
+    status: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, solution: taut.Solution) -> "Answer":
+        names = ("z", "multipliers", "u", "residual", "iterations", "status")
+        return cls(*(getattr(solution, name).detach().numpy() for name in names))
+
+    def are(self, status: Status) -> Mask:
+        return self.status == int(status)
+
+
+def dot(A: Array, x: Array) -> Array:
+    """A x row by row in extended precision; A is (n, I, K) or (1, I, K)."""
+    wide = np.longdouble
+    if len(A) == 1:  # one matrix product is faster than n
+        return x.astype(wide) @ A[0].T.astype(wide)
+    return np.matmul(A.astype(wide), x.astype(wide)[..., None])[..., 0]
+
+
+def _largest(x: Array) -> Array:
+    return x.max(1) if x.shape[1] else np.zeros(len(x))
+
+
+def check_rows(block: Block, answer: Answer) -> dict[str, Mask]:
+    """Every check that costs little, by name; rows where it fails are True."""
+    with np.errstate(all="ignore"):
+        return {
+            **_check_damage(block, answer),
+            **_check_converged(block, answer),
+            **_check_residual(block, answer),
+            **_check_infeasible(block, answer),
+            **_check_inconsistent(block, answer),
+        }
+
+
+def _check_damage(block: Block, answer: Answer) -> dict[str, Mask]:
+    """NONFINITE exactly where the input is not finite, or where its size must overflow."""
+    named = answer.are(Status.NONFINITE)
+    known = np.isin(answer.status, [int(s) for s in Status])
+    decided = ~named & block.finite
+    numbers = np.isfinite(answer.z).all(1) & np.isfinite(answer.multipliers).all(1)
+    return {
+        "a row with NaN or inf is called NONFINITE": ~block.finite & ~named,
+        "NONFINITE is said of finite input only where it overflows": (
+            named & block.finite & ~overflows(block)
+        ),
+        "the status is one of the five": ~known,
+        "z and multipliers are finite unless NONFINITE": decided & ~numbers,
+    }
+
+
+def overflows(block: Block) -> Mask:
+    """Finite input so large that the first evaluation of σ(v) or A z leaves the dtype."""
+    top = float(np.finfo(block.dtype).max)
+    v, A = block.v.astype(np.float64), np.abs(block.A.astype(np.float64))
+    start = np.abs(block.law.sigma(v))
+    image = dot(A, np.minimum(start, top))
+    return (start > 1e-3 * top).any(1) | (image > 1e-3 * top).any(1)
+
+
+def _check_converged(block: Block, answer: Answer) -> dict[str, Mask]:
+    done = answer.are(Status.CONVERGED)
+    A, law, eps = block.A, block.law, block.eps
+    absolute = np.abs(A.astype(np.float64))
+    z, v, b = (x.astype(np.longdouble) for x in (answer.z, block.v, block.b))
+    pull = dot(np.swapaxes(A, 1, 2), answer.multipliers)
+    u = v + pull
+    # What u = v + Aᵀλ loses when it is computed in the dtype.
+    sums = dot(np.swapaxes(absolute, 1, 2), np.abs(answer.multipliers)) + np.abs(v) + np.abs(u)
+    blur = (_FEW + A.shape[1]) * eps * sums
+    around = eps * (np.abs(law.shift) + law.scale + np.abs(z)) * _FEW
+    low, high = law.sigma(u - blur) - around, law.sigma(u + blur) + around
+    lower, upper = law.ends
+    inside = ((z >= lower - around) & (z <= upper + around)).all(1)
+    excess = np.abs(dot(A, answer.z) - b)
+    allowed = TOLERANCE[block.dtype] * (np.abs(b) + dot(absolute, np.abs(answer.z)))
+    # One unit of z, in the scale of the row: what a target of exactly 0 is measured by.
+    allowed += TOLERANCE[block.dtype] * np.minimum(1, absolute.max(2, initial=0))
+    # And what z = σ(u) inherits from the rounding of λ and of u.
+    allowed += dot(absolute, law.slope(answer.u.astype(np.float64)) * blur)
+    return {
+        "CONVERGED: A z = b": done & ~(excess <= allowed).all(1),
+        "CONVERGED: z = σ(v + Aᵀλ)": done & ~((z >= low) & (z <= high)).all(1),
+        "CONVERGED: z is in the range": done & ~inside,
+        "CONVERGED: u = v + Aᵀλ": done & ~(np.abs(answer.u - u) <= blur).all(1),
+    }
+
+
+def _check_residual(block: Block, answer: Answer) -> dict[str, Mask]:
+    told = ~answer.are(Status.NONFINITE) & block.finite
+    true = _largest(np.abs(dot(block.A, answer.z) - block.b))
+    size = np.abs(block.b) + dot(np.abs(block.A), np.abs(answer.z))
+    terms = max(1, block.A.shape[2])
+    tiny = float(np.finfo(block.dtype).tiny)
+    slack = 2 * block.eps * terms * _largest(size) + terms * tiny
+    return {"the residual reported is that of z": told & ~(np.abs(answer.residual - true) <= slack)}
+
+
+def _check_infeasible(block: Block, answer: Answer) -> dict[str, Mask]:
+    fails = np.zeros(len(block), bool)
+    where = np.flatnonzero(answer.are(Status.INFEASIBLE))
+    if len(where):
+        A = block.A[0] if block.shared else block.A[where if len(block.A) > 1 else [0]]
+        proven = taut.is_certificate(
+            torch.from_numpy(answer.multipliers[where]),
+            torch.from_numpy(A),
+            torch.from_numpy(block.b[where]),
+            block.law.activation,
+        )
+        fails[where] = ~proven.numpy()
+    return {"INFEASIBLE: the multipliers are a certificate": fails}
+
+
+def _check_inconsistent(block: Block, answer: Answer) -> dict[str, Mask]:
+    said = answer.are(Status.INCONSISTENT)
+    fails = np.zeros(len(block), bool)
+    where = np.flatnonzero(said & block.finite)
+    if len(where):
+        distance, noise = _outside(block, where)
+        fails[where] = distance <= noise
+    return {
+        "INCONSISTENT: b is not in the range of A": fails,
+        "INCONSISTENT is not said of b = A z": said & block.feasible,
+    }
+
+
+def _outside(block: Block, where: NDArray[np.int64]) -> tuple[Array, Array]:
+    """Distance of b from the range of A with unit rows, and what of it rounding explains."""
+    A = (block.A if len(block.A) == 1 else block.A[where]).astype(np.float64)
+    norms = np.linalg.norm(A, axis=2, keepdims=True)
+    norms = np.where(norms > 0, norms, 1)
+    left, values, _ = np.linalg.svd(A / norms, full_matrices=False)
+    live = values > 8 * block.eps * max(A.shape[1:]) * values[:, :1]
+    left = left * live[:, None, :]
+    b = block.b[where].astype(np.float64) / norms[..., 0]
+    inner = np.matmul(left, np.matmul(np.swapaxes(left, 1, 2), b[..., None]))[..., 0]
+    return np.abs(b - inner).max(1), 4 * block.eps * np.abs(b).max(1)

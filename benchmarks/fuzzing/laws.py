@@ -1,0 +1,198 @@
+"""An activation twice: as taut builds it, and as NumPy computes it without taut.
+
+Every row of the table and every derived row is shift + scale·σ(u/temperature), coordinate by
+coordinate, with σ one of the five of the paper's table. That is what the reference holds.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+import taut
+from taut import activations
+
+Array = NDArray[np.floating]
+Rng = np.random.Generator
+
+LABELS = (
+    *sorted(activations.ACTIVATIONS),
+    "bounded",
+    "weighted",
+    "tempered",
+    "mixed",
+)
+
+
+@dataclass(frozen=True)
+class Base:
+    """σ and σ' of one row of the table, in whatever precision they are given."""
+
+    sigma: Callable[[Array], Array]
+    slope: Callable[[Array], Array]
+    lower: float
+    upper: float
+    parameters: tuple[float, ...] = ()
+
+
+def _sigmoid(u: Array) -> Array:
+    small = np.exp(-np.abs(u))
+    return np.where(u >= 0, 1, small) / (1 + small)
+
+
+def _sigmoid_slope(u: Array) -> Array:
+    return _sigmoid(u) * _sigmoid(-u)
+
+
+def _srlu(a: float, b: float) -> Base:
+    def parts(u: Array) -> tuple[Array, Array]:
+        x = 0.5 * (a - b) * u * u
+        return _sigmoid(x), _sigmoid(-x)
+
+    def sigma(u: Array) -> Array:
+        p, q = parts(u)
+        return u * (a * p + b * q)
+
+    def slope(u: Array) -> Array:
+        p, q = parts(u)
+        return a * p + b * q + ((a - b) * u) ** 2 * p * q
+
+    return Base(sigma, slope, -math.inf, math.inf, (a, b))
+
+
+def _torch_base(row: taut.Activation) -> Base:
+    """A row this file does not know: its own functions, in float64."""
+
+    def through(function: Callable) -> Callable[[Array], Array]:
+        return lambda u: function(torch.from_numpy(np.asarray(u, np.float64))).numpy()
+
+    lower, upper = row.range.bounds(torch.zeros((), dtype=torch.float64))
+    return Base(through(row.sigma), through(row.slope), lower.item(), upper.item())
+
+
+_BASES = {
+    "exp": Base(np.exp, np.exp, 0.0, math.inf),
+    "sigmoid": Base(_sigmoid, _sigmoid_slope, 0.0, 1.0),
+    "tanh": Base(np.tanh, lambda u: 4 * _sigmoid_slope(2 * u), -1.0, 1.0),
+    "linear": Base(lambda u: u, np.ones_like, -math.inf, math.inf),
+    "srlu": _srlu(1.0, 0.0),
+}
+
+
+@dataclass(frozen=True)
+class Law:
+    """One activation for K coordinates; `groups` says which coordinates follow which base."""
+
+    label: str
+    activation: taut.Activation
+    groups: tuple[tuple[NDArray[np.int64], Base], ...]
+    shift: Array
+    scale: Array
+    temperature: Array
+
+    def _each(self, u: Array, function: str) -> Array:
+        x = u / self.temperature
+        out = np.empty_like(x)
+        with np.errstate(all="ignore"):
+            for index, base in self.groups:
+                out[..., index] = getattr(base, function)(x[..., index])
+        return out
+
+    def sigma(self, u: Array) -> Array:
+        with np.errstate(all="ignore"):
+            return self.shift + self.scale * self._each(u, "sigma")
+
+    def slope(self, u: Array) -> Array:
+        with np.errstate(all="ignore"):
+            return self.scale / self.temperature * self._each(u, "slope")
+
+    @property
+    def ends(self) -> tuple[Array, Array]:
+        """The range of each coordinate."""
+        lower, upper = np.empty_like(self.shift), np.empty_like(self.shift)
+        for index, base in self.groups:
+            lower[index], upper[index] = base.lower, base.upper
+        return self.shift + self.scale * lower, self.shift + self.scale * upper
+
+    @property
+    def grows(self) -> NDArray[np.bool_]:
+        """The coordinates whose σ is an exponential."""
+        grows = np.zeros(len(self.shift), bool)
+        for index, base in self.groups:
+            grows[index] = base.sigma is np.exp
+        return grows
+
+
+@dataclass
+class _Row:
+    """A row under construction: the taut object and its three numbers (or vectors)."""
+
+    activation: taut.Activation
+    base: Base
+    shift: Array | float = 0.0
+    scale: Array | float = 1.0
+    temperature: Array | float = 1.0
+
+
+def draw_law(rng: Rng, label: str, K: int, dtype: type) -> Law:
+    """A random activation of this kind for K coordinates; parameters are exact in `dtype`."""
+    if label == "mixed":
+        pool = [_draw(rng, _any_label(rng), 0, dtype) for _ in range(int(rng.integers(2, 6)))]
+        members = rng.integers(len(pool), size=K)
+        rows = [pool[m] for m in members]
+        groups = tuple(
+            (np.flatnonzero(members == m), pool[m].base) for m in range(len(pool)) if m in members
+        )
+        numbers = (
+            np.array([getattr(row, name) for row in rows], np.float64)
+            for name in ("shift", "scale", "temperature")
+        )
+        return Law(label, activations.mixed([r.activation for r in rows]), groups, *numbers)
+    row = _draw(rng, label, K, dtype)
+    numbers = (
+        np.broadcast_to(np.asarray(x, np.float64), (K,)).copy()
+        for x in (row.shift, row.scale, row.temperature)
+    )
+    return Law(label, row.activation, ((np.arange(K), row.base),), *numbers)
+
+
+def _any_label(rng: Rng) -> str:
+    return LABELS[int(rng.integers(len(LABELS) - 1))]
+
+
+def _draw(rng: Rng, label: str, K: int, dtype: type) -> _Row:
+    """One row; K > 0 allows parameters that differ from coordinate to coordinate."""
+
+    def number(low: float, high: float) -> Array | float:
+        vector = K > 0 and rng.random() < 0.5
+        value = 10.0 ** rng.uniform(low, high, size=K if vector else None)
+        return np.asarray(value).astype(dtype).astype(np.float64)[()]
+
+    if label == "bounded":
+        lower = np.asarray(rng.normal() * 10.0 ** rng.uniform(-1, 2)).astype(dtype)[()]
+        lower = float(lower)
+        upper = np.asarray(lower + number(-1.5, 2)).astype(dtype).astype(np.float64)[()]
+        row = activations.bounded(lower, _tensor(upper))
+        return _Row(row, _BASES["sigmoid"], lower, upper - lower)
+    if label in ("weighted", "tempered"):
+        inner = _draw(rng, _any_label(rng), K, dtype)
+        if label == "weighted":
+            d = number(-2, 2)
+            row = activations.weighted(inner.activation, _tensor(d))
+            return _Row(row, inner.base, d * inner.shift, d * inner.scale, inner.temperature)
+        tau = number(-1, 1)
+        row = activations.tempered(inner.activation, _tensor(tau))
+        return _Row(row, inner.base, inner.shift, inner.scale, tau * inner.temperature)
+    if label == "srlu" and rng.random() < 0.7:
+        a, b = (float(np.asarray(x).astype(dtype)) for x in 10.0 ** rng.uniform(-1.5, 1, size=2))
+        b = 0.0 if rng.random() < 0.3 else b
+        return _Row(activations.srlu(a, b), _srlu(a, b))
+    row = activations.ACTIVATIONS[label]
+    return _Row(row, _BASES.get(label) or _torch_base(row))
+
+
+def _tensor(x: Array | float) -> torch.Tensor | float:
+    return torch.from_numpy(x) if isinstance(x, np.ndarray) else float(x)

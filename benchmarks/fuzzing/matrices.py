@@ -1,0 +1,97 @@
+"""The kinds of A the fuzzer draws."""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fuzzing.laws import Rng
+
+Array = NDArray[np.float64]
+
+KINDS = {
+    "dense": 0.35,  # normal entries
+    "whole": 0.15,  # −1, 0, 1: incidences and sums; A z* is then often exact
+    "scaled": 0.15,  # rows up to 1e8 apart
+    "conditioned": 0.15,  # singular values up to 1e8 apart
+    "redundant": 0.20,  # rows that are combinations of others, copies or zero
+}
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """n matrices (or one, n = 1) of one kind.
+
+    `left` spans what redundant rows must agree on: leftᵀA = 0 (to rounding) with one column for
+    each redundant row, None where there are none. `cone` is the row kept one-signed, or −1.
+    """
+
+    kind: str
+    A: Array
+    left: Array | None
+    cone: int
+
+
+def draw_matrices(rng: Rng, n: int, I: int, K: int, facing: NDArray[np.int8] | None) -> Matrices:
+    """n random (I, K) matrices. `facing` (K,) asks for a first row with these signs (0: zero).
+
+    Such a row gives half-infinite ranges an edge that b can be put at or beyond.
+    """
+    kind = str(rng.choice(list(KINDS), p=list(KINDS.values())))
+    if I == 0:
+        return Matrices("dense", np.zeros((n, 0, K)), None, -1)
+    if kind == "redundant" and I > 1:
+        return _redundant(rng, n, I, K, facing)
+    if kind == "conditioned":
+        return Matrices(kind, _conditioned(rng, n, I, K), None, -1)
+    A = _whole(rng, n, I, K) if kind == "whole" else rng.normal(size=(n, I, K))
+    cone = _face(A, facing)
+    if kind == "scaled":
+        A = A * 10.0 ** rng.uniform(-4, 4, size=(n, I, 1))
+    return Matrices("dense" if kind == "redundant" else kind, A, None, cone)
+
+
+def _face(A: Array, facing: NDArray[np.int8] | None) -> int:
+    if facing is None:
+        return -1
+    A[:, 0] = np.maximum(np.abs(A[:, 0]), 0.25) * facing
+    return 0
+
+
+def _whole(rng: Rng, n: int, I: int, K: int) -> Array:
+    A = rng.integers(-1, 2, size=(n, I, K)).astype(np.float64)
+    if rng.random() < 0.5:
+        A = np.abs(A)
+    # A pattern with independent rows: each row owns a column.
+    place = np.arange(I)
+    A[:, :, :I] = np.triu(A[:, :, :I])
+    A[:, place, place] = 1
+    return A
+
+
+def _conditioned(rng: Rng, n: int, I: int, K: int) -> Array:
+    left = np.linalg.qr(rng.normal(size=(n, I, I)))[0]
+    right = np.linalg.qr(rng.normal(size=(n, K, I)))[0]
+    worst = rng.uniform(2, 8, size=(n, 1))
+    values = 10.0 ** (-worst * np.sort(rng.random((n, I)), axis=-1))
+    return (left * values[:, None, :]) @ right.mT
+
+
+def _redundant(rng: Rng, n: int, I: int, K: int, facing: NDArray[np.int8] | None) -> Matrices:
+    """r independent rows, then I − r combinations of them with small whole coefficients."""
+    r = int(rng.integers(1, I))
+    whole = rng.random() < 0.5
+    basis = _whole(rng, n, r, K) if whole else rng.normal(size=(n, r, K))
+    cone = _face(basis, facing)
+    mix = rng.integers(-2, 3, size=(I - r, r)).astype(np.float64)
+    if rng.random() < 0.5:  # copies of rows, and a zero row now and then
+        mix = np.zeros((I - r, r))
+        mix[np.arange(I - r), rng.integers(r, size=I - r)] = 1
+        mix[0] *= rng.random() < 0.8
+    A = np.concatenate([basis, mix @ basis], axis=1)
+    left = np.concatenate([-mix.T, np.eye(I - r)])
+    if rng.random() < 0.3:
+        # Powers of two keep the redundancy as exact as it was.
+        scale = 2.0 ** rng.integers(-13, 14, size=I)
+        A, left = A * scale[:, None], left / scale[:, None]
+    return Matrices("redundant", A, left, cone)

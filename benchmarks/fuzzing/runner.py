@@ -1,0 +1,144 @@
+"""Blocks, one after the other or in processes, and what to print when one fails."""
+
+import itertools
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from types import FrameType
+
+import numpy as np
+import torch
+
+from fuzzing.bits import check_bits
+from fuzzing.blocks import MOST, TARGETS, Block, make_block
+from fuzzing.checks import Answer, check_rows
+from fuzzing.proofs import prove
+from fuzzing.tally import Failure, Tally, count_block
+
+PATIENCE = 60  # seconds after which a block counts as hanging
+_BITS_EVERY = 7  # coprime to the number of activations, so that all get their turn
+
+
+class Hang(Exception):
+    """A block did not come back."""
+
+
+def _alarm(number: int, frame: FrameType | None) -> None:
+    raise Hang(f"no answer within {PATIENCE} s")
+
+
+def run_block(seed: int, number: int, most: int = MOST) -> Tally:
+    """Make, solve and check one block."""
+    block = make_block(seed, number, most)
+    previous = signal.signal(signal.SIGALRM, _alarm)
+    signal.alarm(PATIENCE)
+    try:
+        answer = Answer.of(block.solve())
+        signal.alarm(PATIENCE)
+        again = check_bits(block) if number % _BITS_EVERY == 0 else []
+    except (Hang, RuntimeError, ValueError, IndexError) as error:
+        # Whatever the batch holds, project must come back with a verdict on every row.
+        return _no_answer(block, error)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+    return _checked(block, answer, again)
+
+
+def _no_answer(block: Block, error: Exception) -> Tally:
+    check = f"project returns ({type(error).__name__}: {str(error)[:200]})"
+    tally = Tally(rows=len(block), blocks=1)
+    tally.checks[check] += len(block)
+    tally.failures.append(_failure(block, 0, check))
+    return tally
+
+
+def _checked(block: Block, answer: Answer, again: list[tuple[int, str]]) -> Tally:
+    found = [
+        (int(row), check)
+        for check, mask in check_rows(block, answer).items()
+        for row in np.flatnonzero(mask)
+    ]
+    proofs = prove(block, answer)
+    found += proofs.failures
+    wrong = {row for row, _ in found}
+    found += again
+    tally = count_block(block, answer, wrong)
+    tally.samples.update(proofs.counts)
+    tally.checks.update(check for _, check in found)
+    kept: dict[str, int] = {}
+    for row, check in found:
+        kept[check] = kept.get(check, 0) + 1
+        if kept[check] <= 2:
+            tally.failures.append(_failure(block, row, check, answer))
+    return tally
+
+
+def _failure(block: Block, row: int, check: str, answer: Answer | None = None) -> Failure:
+    I, K = block.A.shape[1:]
+    about = (
+        f"{block.law.activation.name}, {np.dtype(block.dtype).name}, {block.kind} A ({I}, {K}) "
+        f"{'shared' if block.shared else 'per sample'}, target {TARGETS[block.target[row]]}, "
+        f"|v| ≤ {np.abs(block.v[row]).max():.3g}"
+    )
+    if answer is not None:
+        about += f", status {answer.status[row]}, residual {answer.residual[row]:.3g}"
+    return Failure(block.seed, block.number, block.most, row, check, about)
+
+
+def reproducer(failure: Failure) -> str:
+    """A snippet that rebuilds the row and shows the check that failed."""
+    place = f"{failure.seed}, {failure.block}, {failure.most}"
+    return f"""\
+# FAILED: {failure.check}
+# {failure.about}
+# run with: PYTHONPATH=benchmarks .venv/bin/python
+import taut
+from fuzzing.blocks import make_block
+from fuzzing.runner import replay
+
+block, row = make_block({place}), {failure.row}
+problem = block.one(row)  # v, A, b, init
+solution = block.project(problem)
+print(taut.Status(solution.status).name, solution.residual, solution.iterations)
+print(replay({place}, row))  # the checks that fail for this row within its block
+"""
+
+
+def replay(seed: int, number: int, most: int, row: int) -> list[str]:
+    """The checks that a row of a block fails, neighbours and gradients included."""
+    block = make_block(seed, number, most)
+    answer = Answer.of(block.solve())
+    failed = [check for check, mask in check_rows(block, answer).items() if mask[row]]
+    failed += [check for r, check in prove(block, answer).failures if r == row]
+    return failed + [check for r, check in check_bits(block) if r == row]
+
+
+def _initialise() -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
+
+
+def _run(task: tuple[int, int, int]) -> Tally:
+    return run_block(*task)
+
+
+def run_blocks(seed: int, first: int, most: int, processes: int) -> Iterator[Tally]:
+    """Tallies of block after block, without end; close the iterator to stop."""
+    tasks = ((seed, number, most) for number in itertools.count(first))
+    if processes == 0:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield from map(_run, tasks)
+        finally:
+            torch.set_num_threads(threads)
+        return
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(processes, initializer=_initialise) as pool:
+        # A bounded look-ahead: imap would read an endless generator to its end.
+        waiting = [pool.apply_async(_run, (next(tasks),)) for _ in range(2 * processes)]
+        while True:
+            done = waiting.pop(0)
+            waiting.append(pool.apply_async(_run, (next(tasks),)))
+            yield done.get()
