@@ -8,7 +8,7 @@ from hypothesis import settings
 # The problems of the tests are small: more threads only wait for each other, ten times as long.
 torch.set_num_threads(1)
 
-settings.register_profile("taut", deadline=None, derandomize=True, database=None, max_examples=30)
+settings.register_profile("taut", deadline=None, derandomize=True, database=None, max_examples=20)
 settings.load_profile("taut")
 
 

@@ -11,6 +11,8 @@ from tables import ROWS, K, apply, target
 from taut import SolveError, Status, is_certificate, project
 from taut.certificate import support
 
+# many solves: the shapes are checked elsewhere
+pytestmark = pytest.mark.usefixtures("as_user")
 FINITE = {
     name: row for name, row in ROWS.items() if row.range.bounds(torch.zeros(K))[1].isfinite().all()
 }
@@ -110,12 +112,20 @@ def test_infeasible_rows_are_proven(name):
 @pytest.mark.parametrize("name", ["exp", "weighted exp"])
 def test_positive_outputs_cannot_sum_to_less_than_nothing(name):
     row = ROWS[name]
-    v, A = torch.randn(3, K), torch.ones(1, K)
-    b = torch.tensor([[1.0], [-1.0], [0.0]])
+    v, A, b = torch.randn(2, K), torch.ones(1, K), torch.tensor([[1.0], [-1.0]])
     solution = project(v, A, b, activation=row, on_failure="return")
-    assert solution.status[0] == Status.CONVERGED
-    assert solution.status[1] == Status.INFEASIBLE
+    assert solution.status.tolist() == [Status.CONVERGED, Status.INFEASIBLE]
     assert is_certificate(solution.multipliers[1], A, b[1], row)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="with b = 0 the scale of the residual is the residual itself: never small"
+)
+def test_positive_outputs_sum_to_nothing_in_the_limit():
+    """A total of 0, as in a table with an empty row: on the edge, and reached to rounding."""
+    A = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]])
+    solution = project(torch.zeros(4), A, torch.tensor([1.0, 0.0]), activation="exp")
+    assert_close(solution.z, torch.tensor([0.5, 0.5, 0.0, 0.0]), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -180,11 +190,14 @@ def test_what_is_returned_as_converged_is_solved():
     """Random problems, many of them hopeless: no verdict CONVERGED without A z = b."""
     for name in ("sigmoid", "exp", "tanh", "bounded each"):
         row = ROWS[name]
-        v, A = 30 * torch.randn(100, K), torch.randn(100, 3, K)
-        b = 3 * torch.randn(100, 3)
+        v, A = 30 * torch.randn(50, K), torch.randn(50, 3, K)
+        b = 3 * torch.randn(50, 3)
         solution = project(v, A, b, activation=row, on_failure="return")
         error = (apply(A, solution.z) - b).abs()
-        allowed = 1e-12 * (1 + b.abs() + apply(A.abs(), solution.z.abs()))
+        # what z inherits from the rounding of u = v + Aᵀλ, where λ is large
+        terms = v.abs() + apply(A.abs().mT, solution.multipliers.abs())
+        inherited = 1e-15 * apply(A.abs(), row.slope(solution.u) * terms)
+        allowed = 1e-12 * (1 + b.abs() + apply(A.abs(), solution.z.abs())) + inherited
         assert bool((error <= allowed)[solution.converged].all())
         infeasible = solution.status == Status.INFEASIBLE
         assert infeasible.any()

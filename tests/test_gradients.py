@@ -10,6 +10,8 @@ from torch.testing import assert_close
 import taut
 from tables import SHORT, K, apply, target
 
+# many solves: the shapes are checked elsewhere
+pytestmark = pytest.mark.usefixtures("as_user")
 each_row = pytest.mark.parametrize("row", SHORT.values(), ids=SHORT.keys())
 shared_or_own = pytest.mark.parametrize("own", [False, True], ids=["shared A", "A per sample"])
 

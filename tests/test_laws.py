@@ -1,11 +1,15 @@
 """Laws of the projection, under hypothesis."""
 
+import pytest
 import torch
 from hypothesis import assume, given, strategies as st
 from torch.testing import assert_close
 
 from tables import ROWS, K, apply, target
 from taut import project
+
+# hundreds of solves: the shapes are checked elsewhere
+pytestmark = pytest.mark.usefixtures("as_user")
 
 rows = st.sampled_from(sorted(ROWS))
 seeds = st.integers(0, 2**31)

@@ -9,6 +9,8 @@ from torch.testing import assert_close
 from tables import SHORT, K, apply, target
 from taut import matched_loss, project
 
+# many solves: the shapes are checked elsewhere
+pytestmark = pytest.mark.usefixtures("as_user")
 each_row = pytest.mark.parametrize("row", SHORT.values(), ids=SHORT.keys())
 
 

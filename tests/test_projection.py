@@ -43,26 +43,27 @@ def test_exact_in_float64(row, problem):
 
 
 @each_problem
-@each_short
-def test_exact_in_float32(row, problem):
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "srlu", "mixed of derived"])
+def test_exact_in_float32(name, problem):
+    row = SHORT[name]
     v, A, b = problem.make(row, torch.float32)
     solution = taut.project(v, A, b, activation=row)
     check(solution, v, A, b, row, 2e-6)
 
 
 def logits_to_twenty(row, rows, dtype=torch.float64):
-    v, A = 20 * (2 * torch.rand(100, K) - 1), torch.randn(100, rows, K)
-    return v.to(dtype), A.to(dtype), apply(A, target(row, 100)).to(dtype)
+    v, A = 20 * (2 * torch.rand(50, K) - 1), torch.randn(50, rows, K)
+    return v.to(dtype), A.to(dtype), apply(A, target(row, 50)).to(dtype)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 3])
 @each_row
 def test_logits_to_twenty_in_float64(row, rows):
     v, A, b = logits_to_twenty(row, rows)
     check(taut.project(v, A, b, activation=row), v, A, b, row, 1e-12)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3])
+@pytest.mark.parametrize("rows", [1, 3])
 def test_logits_to_twenty_in_float32(rows):
     missed = {}
     for name, row in ROWS.items():
@@ -72,6 +73,20 @@ def test_logits_to_twenty_in_float32(rows):
         if not (solution.converged.all() and error <= 2e-6):
             missed[name] = (int((~solution.converged).sum()), error)
     assert missed == {}
+
+
+def test_exp_and_sigmoid_in_one_hard_problem():
+    v = torch.tensor([17.66, -13.33, -9.633, 9.649, -7.291])
+    A = torch.tensor(
+        [
+            [0.5142, 0.3104, 1.060, -1.006, 0.6843],
+            [0.4210, 1.171, 0.5679, -0.7563, -1.138],
+            [-0.5101, -0.4623, -0.1186, 0.8362, -0.4576],
+        ]
+    )
+    b = torch.tensor([-2.222620964050293, -0.7274807691574097, 0.2617884874343872])
+    row = ROWS["weighted mixed"]
+    check(taut.project(v, A, b, activation=row), v, A, b, row, 1e-12)
 
 
 @each_row
