@@ -94,7 +94,11 @@ def _alone(block: Block, batch: dict[str, Tensor], rng: np.random.Generator) -> 
             failures.append((row, text))
         elif int(single.status) == int(Status.CONVERGED):
             z = batch["z"][row]
-            size = 1 + z.abs().max()
+            # Rounding of u = v + Aᵀλ, which the rows of A then amplify.
+            size = (1 + z.abs().max()) * (
+                1 + single.u.abs().max() + float(np.abs(block.v[row]).max())
+            )
+            size = size * single.condition.nan_to_num(nan=1.0).clamp(min=1)
             if not ((single.z - z).abs() <= _DIGITS[z.dtype] * size).all():
                 failures.append((row, "a row alone has the z it has in the batch"))
     return failures
