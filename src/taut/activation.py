@@ -162,6 +162,16 @@ class Affine:
     shift: Parameter = 0.0
     scale: Parameter = 1.0
     temperature: Parameter = 1.0
+    range: Interval | None = None  # known better than shift + scale·(range of the row)
+
+    @cached_property
+    def ends(self) -> Interval:
+        """The range."""
+        if self.range is not None:
+            return self.range
+        ends = (self.row.range.lower, self.row.range.upper)
+        lower, upper = (self.shift + self.scale * end for end in ends)
+        return Interval(lower, upper)
 
     def _like(self, x: Tensor) -> tuple[Any, Any, Any]:
         shift, scale, temperature = (
@@ -172,7 +182,9 @@ class Affine:
 
     def sigma(self, u: Tensor) -> Tensor:
         shift, scale, temperature = self._like(u)
-        return shift + scale * self.row.sigma(u / temperature)
+        z = shift + scale * self.row.sigma(u / temperature)
+        # Rounding may leave the range by a digit of the last place.
+        return z.clamp(*self.ends.bounds(z)) if self.row.range.bounded else z
 
     def slope(self, u: Tensor) -> Tensor:
         _, scale, temperature = self._like(u)
@@ -183,23 +195,23 @@ class Affine:
         return shift * u + scale * temperature * self.row.phi(u / temperature)
 
     def inverse(self, z: Tensor) -> Tensor:
-        shift, scale, temperature = self._like(z)
-        return temperature * self.row.inverse((z - shift) / scale)
+        return self._like(z)[2] * self.row.inverse(self._unscaled(z))
 
     def psi(self, z: Tensor) -> Tensor:
-        shift, scale, temperature = self._like(z)
-        return scale * temperature * self.row.psi((z - shift) / scale)
+        _, scale, temperature = self._like(z)
+        return scale * temperature * self.row.psi(self._unscaled(z))
+
+    def _unscaled(self, z: Tensor) -> Tensor:
+        shift, scale, _ = self._like(z)
+        p = (z - shift) / scale
+        if not self.row.range.bounded:
+            return p
+        # The ends go to the ends exactly: beyond them are no logarithms.
+        (lower, upper), (low, high) = self.ends.bounds(z), self.row.range.bounds(z)
+        return torch.where(z == lower, low, torch.where(z == upper, high, p))
 
     def activation(self, name: str) -> Activation:
-        ends = (self.row.range.lower, self.row.range.upper)
-        lower, upper = (self.shift + self.scale * end for end in ends)
+        """This form as a row."""
         return Activation(
-            name,
-            self.sigma,
-            self.slope,
-            self.phi,
-            self.inverse,
-            self.psi,
-            Interval(lower, upper),
-            form=self,
+            name, self.sigma, self.slope, self.phi, self.inverse, self.psi, self.ends, form=self
         )

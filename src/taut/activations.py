@@ -67,7 +67,10 @@ def _tanh_slope(u: Tensor) -> Tensor:
 
 
 def _log_cosh(u: Tensor) -> Tensor:
-    return _softplus(2 * u) - u - math.log(2)
+    # softplus(2u) − u − log 2 cancels near 0, where the value is u²/2.
+    near = u.abs() < 10
+    small = 0.5 * torch.log1p(torch.sinh(torch.where(near, u, 0)).square())
+    return torch.where(near, small, _softplus(2 * u) - u - math.log(2))
 
 
 def _tanh_psi(z: Tensor) -> Tensor:
@@ -238,11 +241,13 @@ def _derive(
 ) -> Activation:
     activation = resolve(activation)
     inner = activation.form or Affine(activation)
+    lower, upper = (shift + scale * end for end in (inner.ends.lower, inner.ends.upper))
     return Affine(
         inner.row,
         shift + scale * inner.shift,
         scale * inner.scale,
         temperature * inner.temperature,
+        Interval(lower, upper),
     ).activation(f"{name}({activation.name})")
 
 
@@ -284,7 +289,7 @@ def bounded(lower: float | Float[Tensor, "K"], upper: float | Float[Tensor, "K"]
             f"bounded needs finite lower < upper everywhere; got lower={lower!r}, upper={upper!r}. "
             "For one open end use exp, for none use linear."
         )
-    return Affine(sigmoid, low, width).activation("bounded")
+    return Affine(sigmoid, low, width, range=Interval(low, high)).activation("bounded")
 
 
 def weighted(activation: str | Activation, weights: float | Float[Tensor, "K"]) -> Activation:
@@ -372,4 +377,8 @@ def _stack(forms: list[Affine]) -> Activation:
     )
     if bool(((shift == 0) & (scale == 1) & (temperature == 1)).all()):
         return row
-    return Affine(row, shift, scale, temperature).activation(row.name)
+    lower, upper = (
+        torch.tensor([getattr(form.ends, name) for form in forms], dtype=torch.float64)
+        for name in ("lower", "upper")
+    )
+    return Affine(row, shift, scale, temperature, Interval(lower, upper)).activation(row.name)

@@ -69,6 +69,9 @@ class Multipliers(torch.autograd.Function):
         outcome = task.solver.solve(dual, rows, start, size, torch.finfo(v.dtype).eps)
         multipliers, status = outcome.multipliers, outcome.status
         u, z = outcome.u.to(v.dtype), outcome.z.to(v.dtype)
+        if v.dtype != dual.v.dtype:  # what the solver found may be too large for the dtype of v
+            fits = z.isfinite().all(-1) & multipliers.to(v.dtype).isfinite().all(-1)
+            status = status.where(fits, int(Status.NONFINITE))
         if not bool(finite.all()):
             status = status.where(finite, int(Status.NONFINITE))
             multipliers = multipliers.where(finite.unsqueeze(-1), 0)
@@ -109,6 +112,7 @@ class Multipliers(torch.autograd.Function):
             for g, x in zip(grads[:3], (multipliers, u, u), strict=True)
         )
         multipliers, u = torch.where(ok, multipliers, zero), torch.where(ok, u, zero)
+        data = torch.where(data.isfinite(), data, zero)
         activation, A = ctx.task.activation, ctx.task.map(data)
         w, z = activation.slope(u), activation.output(u)
         g_u = g_u + w * g_z
@@ -176,9 +180,9 @@ class GramSolve(torch.autograd.Function):
     def forward(w: Tensor, data: Tensor, rhs: Tensor, task: Task) -> Tensor:
         rows = task.examined(data)
         n, dtype = rhs.shape[:-1].numel(), rows.basis.data.dtype
-        flat = rows.restrict(rhs.reshape(n, rhs.shape[-1]).to(dtype))
+        flat = rows.restrict(rows.project(rhs.reshape(n, rhs.shape[-1]).to(dtype)))
         s = solve_gram(rows.basis, w.reshape(n, w.shape[-1]).to(dtype), flat, rows.left_out)
-        return rows.leave(s).reshape(rhs.shape).to(rhs.dtype)
+        return rows.project(rows.leave(s)).reshape(rhs.shape).to(rhs.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:

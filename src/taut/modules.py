@@ -69,7 +69,7 @@ class Projection(nn.Module):
                 "this Projection has no b of its own: pass one, layer(v, b), or give it at "
                 "construction, Projection(A, b)."
             )
-        validate(v, self.A, b, init, self.on_failure)
+        validate(v, self.A, b, init, self.activation, self.on_failure)
         A, rows = self._examined()
         return project_examined(v, A, b, rows, self.activation, self.solver, init, self.on_failure)
 

@@ -28,6 +28,12 @@ class _State:
     residual: Float[Tensor, "n I"]  # A z − b
     relative: Float[Tensor, "n"]  # its size over |b| + |A||z|
     best: Float[Tensor, "n"]  # the smallest of these before
+    stalls: Int[Tensor, "n"]  # for how many iterations it has not been halved
+
+    def history(self) -> tuple[Tensor, Tensor]:
+        """`best` and `stalls` with this state in them."""
+        stalls = torch.where(self.relative < 0.5 * self.best, 0, self.stalls + 1)
+        return torch.minimum(self.best, self.relative), stalls
 
     def rows(self, index: Tensor) -> "_State":
         return _State(*(getattr(self, f.name)[index] for f in fields(self)))
@@ -46,12 +52,13 @@ class _Problem:
     rows: Rows
     size_of_b: Tensor
 
-    def state(self, index: Tensor, multipliers: Tensor, best: Tensor) -> _State:
+    def state(self, index: Tensor, multipliers: Tensor, best: Tensor, stalls: Tensor) -> _State:
         u = self.dual.v + self.rows.basis.adjoint(multipliers)
         z = self.dual.activation.sigma(u)
         residual = self.dual.residual(z)
         scale = self.size_of_b + self.dual.A.abs().apply(z.abs())
-        return _State(index, multipliers, u, z, residual, relative(residual, scale), best)
+        level = relative(residual, scale)
+        return _State(index, multipliers, u, z, residual, level, best, stalls)
 
     def slopes(self, u: Tensor) -> Tensor:
         return self.dual.activation.slope(u)
@@ -113,7 +120,9 @@ class Newton(Solver):
     def solve(
         self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int, eps: float
     ) -> Outcome:
-        problem = _Problem(dual, rows, dual.b.abs())
+        if len(init) == 0:
+            return Outcome.like(dual, init)
+        problem = _Problem(dual, rows, _size_of_b(dual))
         state = self._start(problem, init)
         outcome = None
         for iteration in range(self.max_iterations + 1):
@@ -139,7 +148,8 @@ class Newton(Solver):
     def _start(self, problem: _Problem, init: Tensor) -> _State:
         index = torch.arange(len(init), device=init.device)
         best = torch.full_like(problem.dual.v[:, 0], torch.inf)
-        state = problem.state(index, problem.rows.enter(problem.dual.A, init), best)
+        multipliers = problem.rows.enter(problem.dual.A, init)
+        state = problem.state(index, multipliers, best, torch.zeros_like(index))
         if problem.dual.activation.range.bounded:
             return state
         lost = ~(state.residual.abs() <= 1e4 * (1 + problem.size_of_b)).all(-1)
@@ -157,7 +167,7 @@ class Newton(Solver):
         shift, v = torch.zeros_like(state.u[:, :1]), problem.dual.v
         for _ in range(2):
             multipliers = problem.direction(torch.ones_like(v), problem.dual.A.apply(v + shift))
-            trial = problem.state(state.index, multipliers, state.best)
+            trial = problem.state(state.index, multipliers, state.best, state.stalls)
             shift = trial.u.amax(-1, keepdim=True)
             size, before = (x.residual.abs().amax(-1).nan_to_num(torch.inf) for x in (trial, state))
             better = (size < before).nonzero().squeeze(-1)
@@ -172,42 +182,50 @@ class Newton(Solver):
     ) -> tuple[Tensor, Tensor]:
         """A Status for each sample, or −1 where the work goes on; and its multipliers."""
         target, own = self._target(state, eps), 8 * torch.finfo(state.z.dtype).eps
-        floor = max(2 * own, self._floor)
-        multipliers = problem.rows.leave(state.multipliers)
+        floor = max(4 * own, self._floor)
+        raw = problem.rows.leave(state.multipliers)
+        multipliers = problem.rows.project(raw)
         converged = state.relative <= target
         if bool(converged.all()):
             return torch.zeros_like(state.index), multipliers
         near = state.relative <= min(1e6 * floor, 1e-2)
         if bool(near.any()):
             # Is what is left the rounding of u, or has it stopped falling?
-            scale = rounding_scale(problem.dual, state.u, state.z)
-            level = relative(state.residual, scale)
-            stalled = (level <= floor) & (state.relative >= 0.5 * state.best)
-            converged = converged | (near & ((level <= own) | stalled))
+            level = relative(state.residual, rounding_scale(problem.dual, state.u, state.z))
+            stalls = state.history()[1]
+            stuck = ((level <= 4 * own) & (stalls > 0)) | ((level <= floor) & (stalls > 2))
+            converged = converged | (near & ((level <= own) | stuck))
         status = torch.where(converged, int(Status.CONVERGED), -1)
-        if problem.rows.projector is not None:
-            # The rows kept are satisfied to rounding, and a redundant one is not.
-            scale = rounding_scale(problem.dual, state.u, state.z)
-            left_out = torch.as_tensor(problem.rows.left_out, device=scale.device)
-            kept = state.residual.masked_fill(left_out, 0)
-            solved = ~converged & (relative(kept, scale) <= own)
-            alike = relative(state.residual, scale) <= max(floor, 16 * eps)
-            status = status.where(~(solved & alike), int(Status.CONVERGED))
-            status = status.where(~solved | alike, int(Status.INCONSISTENT))
+        if problem.rows.left_out is not None:
+            status = self._redundant(problem, state, status, eps)
         elif iteration > 1 and bool(problem.rows.condition.isnan().any()):
             status = status.where(
                 converged | ~_contradicts(problem, state), int(Status.INCONSISTENT)
             )
         if iteration > 1:
-            proven, proofs = _certificates(problem, multipliers, eps)
+            proven, proofs = _certificates(problem, raw, eps)
             proven = proven & (status < 0)
             status = status.where(~proven, int(Status.INFEASIBLE))
             multipliers = torch.where(proven.unsqueeze(-1), proofs, multipliers)
         return status.where(state.relative < torch.inf, int(Status.NONFINITE)), multipliers
 
+    def _redundant(self, problem: _Problem, state: _State, status: Tensor, eps: float) -> Tensor:
+        """The verdicts on samples with rows that others imply: do their b agree?"""
+        left_out = torch.as_tensor(problem.rows.left_out, device=state.u.device)
+        b, seen = problem.dual.b, problem.rows.project(problem.dual.b)
+        contradictory = ((b - seen).abs() > eps**0.5 * (b.abs() + seen.abs())).any(-1)
+        scale = rounding_scale(problem.dual, state.u, state.z)
+        kept = relative(state.residual.masked_fill(left_out, 0), scale)
+        solved = (kept <= 8 * torch.finfo(scale.dtype).eps) & left_out.any(-1) & (status < 0)
+        # Of numbers given to eps, more than that cannot be asked of the rows left out.
+        alike = relative(state.residual, scale) <= max(16 * eps, self._floor)
+        status = status.where(~(solved & alike), int(Status.CONVERGED))
+        contradictory = (status < 0) & (contradictory | solved)
+        return status.where(~contradictory, int(Status.INCONSISTENT))
+
     def _step(self, problem: _Problem, state: _State, eps: float) -> _State:
         w, metric = problem.slopes(state.u), problem.rows.metric
-        best = torch.minimum(state.best, state.relative)
+        history = state.history()
         factor = None
         if metric is not None and len(metric) >= self._many_rows:
             # As accurate as the residual is small: what is left after the step is its square.
@@ -218,7 +236,7 @@ class Newton(Solver):
         else:
             factor = factorise(problem.rows.basis, w, problem.rows.left_out)
             step = -factor.solve(problem.rows.restrict(state.residual))
-        result = problem.state(state.index, state.multipliers + step, best)
+        result = problem.state(state.index, state.multipliers + step, *history)
         reach = (result.u - state.u).abs().amax(-1)
         # Most steps are plainly good: near, and with a residual that has fallen by a lot.
         good = (result.relative <= 0.25 * state.relative) & (reach <= self._reach)
@@ -243,7 +261,7 @@ class Newton(Solver):
             index = which.nonzero().squeeze(-1)
             part, factor, before = problem.take(index), factor.rows(index), state.rows(index)
         step = -factor.solve(part.rows.restrict(before.residual))
-        after = part.state(before.index, before.multipliers + step, before.best)
+        after = part.state(before.index, before.multipliers + step, before.best, before.stalls)
         better = after.relative < before.relative
         if not bool(better.all()):
             worse = (~better).nonzero().squeeze(-1)
@@ -269,17 +287,17 @@ class Newton(Solver):
 
     def _search(self, problem: _Problem, state: _State, step: Tensor) -> _State:
         """The state at λ + αp, with α chosen for each sample from the size and sign of h(α)."""
-        best = torch.minimum(state.best, state.relative)
+        best, stalls = state.history()
         steepness = (step * problem.rows.restrict(state.residual)).sum(-1).abs()
         reach = problem.rows.basis.adjoint(step).abs().amax(-1)
         alpha = (self._reach / reach).nan_to_num(0.0).clamp(max=1)
         growing, low = torch.ones_like(alpha, dtype=torch.bool), torch.zeros_like(alpha)
         todo = torch.arange(len(step), device=step.device)
         result = state
-        for _ in range(60):
+        for _ in range(40):
             part, h0, a, floor = problem.take(todo), steepness[todo], alpha[todo], low[todo]
             moved = state.multipliers[todo] + a.unsqueeze(-1) * step[todo]
-            trial = part.state(state.index[todo], moved, best[todo])
+            trial = part.state(state.index[todo], moved, best[todo], stalls[todo])
             result = result.merge(todo, trial)
             h = (step[todo] * part.rows.restrict(trial.residual)).sum(-1)
             long = ~(h <= 0.5 * h0)
@@ -295,6 +313,19 @@ class Newton(Solver):
             if len(todo) == 0:
                 break
         return result
+
+
+def _size_of_b(dual: Dual) -> Tensor:
+    """|b|; for an entry that is 0, what the others let one expect of its row."""
+    size = dual.b.abs()
+    if not bool((size == 0).any()):
+        return size
+    # With exp, Σz = 0 is reached only by z → 0: without a size of its own to compare with, no
+    # residual would ever be small.
+    row = dual.A.abs().apply(torch.ones_like(dual.v))
+    natural = (size / row.clamp_min(torch.finfo(size.dtype).tiny)).amax(-1, keepdim=True)
+    start = dual.activation.sigma(dual.v).abs().amax(-1, keepdim=True).clamp(max=1)
+    return torch.where(size == 0, row * torch.where(natural == 0, start, natural), size)
 
 
 def _contradicts(problem: _Problem, state: _State) -> Tensor:

@@ -39,10 +39,11 @@ def project(
     >>> taut.project(v, torch.ones(1, 3), torch.ones(1), activation="exp").z  # softmax
     tensor([0.0900, 0.2447, 0.6652])
     """
-    validate(v, A, b, init, on_failure)
+    row = resolve(activation)
+    validate(v, A, b, init, row, on_failure)
     linear = as_map(A)
     rows = None if _is_transformed(A) else examine(linear, solver)
-    return project_examined(v, linear, b, rows, resolve(activation), solver, init, on_failure)
+    return project_examined(v, linear, b, rows, row, solver, init, on_failure)
 
 
 def as_map(A: Tensor) -> LinearMap:

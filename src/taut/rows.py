@@ -51,15 +51,19 @@ class Rows:
         """T r: the residual of Q z = T b."""
         return residual if self.transform is None else _transform(residual, self.transform)
 
+    def project(self, x: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        """x without what redundant rows make irrelevant: its part in the range of A."""
+        return x if self.projector is None else _transform(x, self.projector)
+
     def enter(self, A: LinearMap, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """Multipliers of Q from those of A."""
         return multipliers if self.transform is None else self.basis.apply(A.adjoint(multipliers))
 
     def leave(self, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        """Multipliers of A from those of Q; of the many that redundant rows allow, the smallest."""
-        if self.transform is not None:
-            multipliers = _transform(multipliers, self.transform.mT)
-        return multipliers if self.projector is None else _transform(multipliers, self.projector)
+        """Multipliers of A from those of Q. Redundant rows allow many: `project` the smallest."""
+        if self.transform is None:
+            return multipliers
+        return _transform(multipliers, self.transform.mT)
 
     def rows(self, index: Tensor) -> "Rows":
         """The samples at `index`."""
@@ -147,7 +151,8 @@ def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor, precision: float) ->
     orthonormal = transform @ A
     left_out = projector = None
     if not bool(kept.all()):
-        left_out, projector = ~kept, _range_projector(A, orthonormal, precision)
+        left_out = ~kept
+        projector = _range_projector(A, orthonormal, transform, kept)
     good = smallest > _DISTINCT
     if bool(good.all()):
         return Rows(dense_map(A), left_out, None, projector, smallest.reciprocal())
@@ -164,11 +169,16 @@ def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor, precision: float) ->
     )
 
 
-def _range_projector(A: Tensor, orthonormal: Tensor, precision: float) -> Tensor:
-    # range(A) = range(A Qᵀ), whose non-zero columns are independent.
-    left, singular, _ = torch.linalg.svd(A @ orthonormal.mT)
-    cutoff = singular.amax(-1, keepdim=True) * precision * A.shape[-1]
-    live = singular > cutoff
-    left = left * live.to(A.dtype).unsqueeze(-2)
+def _range_projector(A: Tensor, orthonormal: Tensor, transform: Tensor, kept: Tensor) -> Tensor:
+    """Onto the range of A: off every combination of rows that A maps to nothing.
+
+    A row left out is a_i = c_iᵀA with c_i = T (Q a_i), so e_i − c_i is such a combination. They
+    are independent, and no cutoff among small singular values is needed to find them.
+    """
     identity = torch.eye(A.shape[-2], dtype=A.dtype, device=A.device)
-    return torch.where(live.all(-1)[..., None, None], identity, left @ left.mT)
+    coefficients = (A @ orthonormal.mT) @ transform
+    vanishing = (identity - coefficients) * (~kept).to(A.dtype).unsqueeze(-1)
+    _, singular, right = torch.linalg.svd(vanishing, full_matrices=False)
+    right = right * (singular > 0.5).to(A.dtype).unsqueeze(-1)
+    whole = kept.all(-1)[..., None, None]
+    return torch.where(whole, identity, identity - right.mT @ right)

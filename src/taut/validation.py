@@ -5,8 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from taut.activation import Activation
 
-def validate(v: Any, A: Any, b: Any, init: Any, on_failure: str) -> None:
+
+def validate(v: Any, A: Any, b: Any, init: Any, activation: Activation, on_failure: str) -> None:
     """Refuse what cannot be a problem, and say what was received."""
     given = {"v": v, "A": A, "b": b} | ({} if init is None else {"init": init})
     for name, x in given.items():
@@ -33,6 +35,19 @@ def validate(v: Any, A: Any, b: Any, init: Any, on_failure: str) -> None:
     if on_failure not in ("raise", "return"):
         raise ValueError(f'on_failure must be "raise" or "return"; got {on_failure!r}.')
     _validate_shapes(v, A, b, init)
+    _validate_activation(activation, v)
+
+
+def _validate_activation(activation: Activation, v: Tensor) -> None:
+    form = activation.form
+    parameters = [activation.range.lower, activation.range.upper]
+    parameters += [] if form is None else [form.shift, form.scale, form.temperature]
+    for parameter in parameters:
+        if isinstance(parameter, Tensor) and parameter.shape not in ((), v.shape[-1:]):
+            raise ValueError(
+                f"the activation {activation.name!r} has parameters for {len(parameter)} outputs, "
+                f"but v has K = {v.shape[-1]}; got v {tuple(v.shape)}."
+            )
 
 
 def _validate_shapes(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None) -> None:
