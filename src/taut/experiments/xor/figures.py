@@ -63,9 +63,9 @@ def comparison_figure(results: dict[str, Any], count: str) -> Figure:
     """The three variants: iterations, largest residual, wall time."""
     measure, label = _COUNTS[count]
     panels = {
-        measure: (f"{label.replace(chr(10), ' ')}, mean over runs", "Solver iterations"),
+        measure: (f"{label},\nmean over runs", "Solver iterations"),
         "residual": ("largest |Az − b| in the epoch", "Largest residual"),
-        "seconds": ("seconds per run and epoch, mean", "Wall time"),
+        "seconds": ("seconds per run and epoch,\nmean over runs", "Wall time"),
     }
     figure = Figure(figsize=(13, 4.6), layout="constrained")
     axes = figure.subplots(1, 3)
@@ -101,7 +101,7 @@ def _log(ax: Axes) -> None:
 def _line(ax: Axes, values: list[float], **style: Any) -> None:
     marker = "o" if len(values) == 1 else None
     ax.plot(range(1, len(values) + 1), values, lw=1.8, marker=marker, **style)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     ax.grid(alpha=0.3)
     ax.spines[["top", "right"]].set_visible(False)
 

@@ -24,11 +24,13 @@ from taut.experiments.xor.training import train
 # 125 runs of 100 patterns: 500 kB for each tensor of a batch, which stays in the cache.
 CHUNK = 125
 
+_LONGEST_FIRST = ("newton", "scratch", "history", "free")
+
 OnEpoch = Callable[[int], None]  # how many runs have finished another epoch
 
 
 def plan(folder: Folder, variants: list[Variant], workers: int) -> list[Chunk]:
-    """What is left to do, in chunks that keep all workers busy.
+    """What is left to do, the longest first, in chunks that keep all workers busy.
 
     >>> import tempfile
     >>> from taut.experiments.xor.folder import open_folder
@@ -36,8 +38,12 @@ def plan(folder: Folder, variants: list[Variant], workers: int) -> list[Chunk]:
     >>> [chunk.filename for chunk in plan(folder, [variant_named("newton")], workers=2)]
     ['newton-000000-000001.npz', 'newton-000002-000003.npz']
     """
-    size = min(CHUNK, -(-folder.settings.runs // workers))
-    return [chunk for variant in variants for chunk in folder.missing(variant.name, size)]
+    names = sorted((variant.name for variant in variants), key=_LONGEST_FIRST.index)
+    left = [name for name in names if not folder.is_complete(name)]
+    # A chunk takes little longer with more runs in it, so make more of them only for idle workers.
+    parts = -(-workers // max(1, len(left)))
+    size = min(CHUNK, -(-folder.settings.runs // parts))
+    return [chunk for name in left for chunk in folder.missing(name, size)]
 
 
 def execute(

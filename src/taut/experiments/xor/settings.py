@@ -75,7 +75,7 @@ class Settings:
     ValueError: lr must be a positive number; got -1.0.
     """
 
-    runs: int = 40
+    runs: int = 30
     epochs: int = 100
     patterns: int = 2000
     batch_size: int = 100
