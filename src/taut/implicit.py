@@ -182,7 +182,9 @@ class GramSolve(torch.autograd.Function):
         n, dtype = rhs.shape[:-1].numel(), rows.basis.data.dtype
         flat = rows.restrict(rows.project(rhs.reshape(n, rhs.shape[-1]).to(dtype)))
         s = solve_gram(rows.basis, w.reshape(n, w.shape[-1]).to(dtype), flat, rows.left_out)
-        return rows.project(rows.leave(s)).reshape(rhs.shape).to(rhs.dtype)
+        s = rows.project(rows.leave(s)).reshape(rhs.shape).to(rhs.dtype)
+        # Where all slopes of a row have underflowed it moves nothing, and has no gradient to give.
+        return s.where(s.isfinite(), 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:

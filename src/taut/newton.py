@@ -212,8 +212,8 @@ class Newton(Solver):
     def _redundant(self, problem: _Problem, state: _State, status: Tensor, eps: float) -> Tensor:
         """The verdicts on samples with rows that others imply: do their b agree?"""
         left_out = torch.as_tensor(problem.rows.left_out, device=state.u.device)
-        b, seen = problem.dual.b, problem.rows.project(problem.dual.b)
-        contradictory = ((b - seen).abs() > eps**0.5 * (b.abs() + seen.abs())).any(-1)
+        b, gap = problem.dual.b, problem.dual.b - problem.rows.project(problem.dual.b)
+        contradictory = (gap.abs() > eps**0.5 * b.abs().amax(-1, keepdim=True)).any(-1)
         scale = rounding_scale(problem.dual, state.u, state.z)
         kept = relative(state.residual.masked_fill(left_out, 0), scale)
         solved = (kept <= 8 * torch.finfo(scale.dtype).eps) & left_out.any(-1) & (status < 0)
@@ -323,7 +323,7 @@ def _size_of_b(dual: Dual) -> Tensor:
     # With exp, Σz = 0 is reached only by z → 0: without a size of its own to compare with, no
     # residual would ever be small.
     row = dual.A.abs().apply(torch.ones_like(dual.v))
-    natural = (size / row.clamp_min(torch.finfo(size.dtype).tiny)).amax(-1, keepdim=True)
+    natural = torch.where(row > 0, size / row, torch.zeros_like(size)).amax(-1, keepdim=True)
     start = dual.activation.sigma(dual.v).abs().amax(-1, keepdim=True).clamp(max=1)
     return torch.where(size == 0, row * torch.where(natural == 0, start, natural), size)
 

@@ -46,6 +46,7 @@ class Rows:
     projector: Float[Tensor, "*n I I"] | None
     condition: Float[Tensor, "*n"]
     metric: Float[Tensor, "I I"] | None = None  # (A Aᵀ)⁻¹ of a shared, well-conditioned A
+    fold: Float[Tensor, "*n I I"] | None = None  # each row left out as a combination of the others
 
     def restrict(self, residual: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """T r: the residual of Q z = T b."""
@@ -56,8 +57,10 @@ class Rows:
         return x if self.projector is None else _transform(x, self.projector)
 
     def enter(self, A: LinearMap, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        """Multipliers of Q from those of A."""
-        return multipliers if self.transform is None else self.basis.apply(A.adjoint(multipliers))
+        """Multipliers of Q from those of A; rows left out get none."""
+        if self.transform is not None:
+            return self.basis.apply(A.adjoint(multipliers))
+        return multipliers if self.fold is None else _transform(multipliers, self.fold.mT)
 
     def leave(self, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """Multipliers of A from those of Q. Redundant rows allow many: `project` the smallest."""
@@ -69,11 +72,12 @@ class Rows:
         """The samples at `index`."""
         if self.condition.ndim == 0:
             return self
-        left_out, transform, projector = (
-            None if x is None else x[index] for x in (self.left_out, self.transform, self.projector)
+        left_out, transform, projector, fold = (
+            None if x is None else x[index]
+            for x in (self.left_out, self.transform, self.projector, self.fold)
         )
         basis, condition = self.basis.rows(index), self.condition[index]
-        return Rows(basis, left_out, transform, projector, condition)
+        return Rows(basis, left_out, transform, projector, condition, fold=fold)
 
 
 def _transform(x: Tensor, matrix: Tensor) -> Tensor:
@@ -149,13 +153,15 @@ def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor, precision: float) ->
     transform = basis[..., columns:]
     # Q = T A recomputed, so that the two agree to rounding.
     orthonormal = transform @ A
-    left_out = projector = None
+    left_out = projector = fold = None
     if not bool(kept.all()):
         left_out = ~kept
-        projector = _range_projector(A, orthonormal, transform, kept)
+        identity = torch.eye(rows, dtype=A.dtype, device=A.device)
+        fold = torch.where(left_out.unsqueeze(-1), (A @ orthonormal.mT) @ transform, identity)
+        projector = _range_projector(fold, kept)
     good = smallest > _DISTINCT
     if bool(good.all()):
-        return Rows(dense_map(A), left_out, None, projector, smallest.reciprocal())
+        return Rows(dense_map(A), left_out, None, projector, smallest.reciprocal(), fold=fold)
     # A good sample keeps its own rows: products with the identity are exact, so its neighbours
     # change none of its bits.
     good = good[..., None, None]
@@ -166,19 +172,18 @@ def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor, precision: float) ->
         torch.where(good, identity, transform),
         projector,
         smallest.reciprocal(),
+        fold=fold,
     )
 
 
-def _range_projector(A: Tensor, orthonormal: Tensor, transform: Tensor, kept: Tensor) -> Tensor:
+def _range_projector(fold: Tensor, kept: Tensor) -> Tensor:
     """Onto the range of A: off every combination of rows that A maps to nothing.
 
-    A row left out is a_i = c_iᵀA with c_i = T (Q a_i), so e_i − c_i is such a combination. They
+    A row left out is a_i = c_iᵀA with c_i = Tᵀ(Q a_i), so e_i − c_i is such a combination. They
     are independent, and no cutoff among small singular values is needed to find them.
     """
-    identity = torch.eye(A.shape[-2], dtype=A.dtype, device=A.device)
-    coefficients = (A @ orthonormal.mT) @ transform
-    vanishing = (identity - coefficients) * (~kept).to(A.dtype).unsqueeze(-1)
-    _, singular, right = torch.linalg.svd(vanishing, full_matrices=False)
-    right = right * (singular > 0.5).to(A.dtype).unsqueeze(-1)
+    identity = torch.eye(fold.shape[-1], dtype=fold.dtype, device=fold.device)
+    _, singular, right = torch.linalg.svd(identity - fold, full_matrices=False)
+    right = right * (singular > 0.5).to(fold.dtype).unsqueeze(-1)
     whole = kept.all(-1)[..., None, None]
     return torch.where(whole, identity, identity - right.mT @ right)
