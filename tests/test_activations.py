@@ -150,7 +150,7 @@ def test_bregman_of_table_1(name):
 
 def exact(name, u):
     """(σ, σ', φ) of the paper's table in 60 digits."""
-    with mpmath.workdps(60):
+    with mpmath.workdps(120):
         u = mpmath.mpf(u)
         if name == "exp":
             return (mpmath.exp(u),) * 3
