@@ -325,7 +325,8 @@ def _size_of_b(dual: Dual) -> Tensor:
     row = dual.A.abs().apply(torch.ones_like(dual.v))
     natural = torch.where(row > 0, size / row, torch.zeros_like(size)).amax(-1, keepdim=True)
     start = dual.activation.sigma(dual.v).abs().amax(-1, keepdim=True).clamp(max=1)
-    return torch.where(size == 0, row * torch.where(natural == 0, start, natural), size)
+    expected = (row * torch.where(natural == 0, start, natural)).clamp(max=1)
+    return torch.where(size == 0, expected, size)
 
 
 def _contradicts(problem: _Problem, state: _State) -> Tensor:
