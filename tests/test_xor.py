@@ -17,6 +17,7 @@ from taut.experiments.xor.settings import FREE, INPUTS, VARIANTS, Settings, vari
 from taut.experiments.xor.teacher import Teacher, load_teacher, new_network, train_teacher
 from taut.experiments.xor.training import MEASURES, TEST_MEASURES, fresh_patterns, train
 from taut.experiments.xor.units import run_units, train_joint, train_predicted
+from test_readme import ROOT, run
 
 CPU = torch.device("cpu")
 
@@ -339,3 +340,7 @@ def test_settings_that_make_no_sense(wrong, message):
 def test_an_unknown_variant():
     with pytest.raises(ValueError, match="unknown variant 'fast'; known: scratch"):
         variant_named("fast")
+
+
+def test_the_page_runs():
+    run((ROOT / "docs" / "xor.md").read_text(encoding="utf-8"), "docs/xor.md")
