@@ -52,8 +52,7 @@ def factorise(
     >>> factorise(A, w, None).solve(torch.tensor([[4.0]]))
     tensor([[1.]])
     """
-    # Slopes that have underflowed would make the matrix zero; the floor keeps a direction in it.
-    gram = A.gram(w.clamp_min(torch.finfo(w.dtype).tiny ** 0.5))
+    gram = A.gram(_floored(w))
     if left_out is not None:
         gram = gram.masked_fill(left_out.unsqueeze(-1) | left_out.unsqueeze(-2), 0)
         gram = gram + torch.diag_embed(left_out.to(gram.dtype))
@@ -87,6 +86,11 @@ def _factorise_singular(gram: Tensor) -> tuple[Tensor, Tensor]:
     return triangle, scale
 
 
+def _floored(w: Tensor) -> Tensor:
+    # Slopes that have underflowed would make the matrix zero; the floor keeps a direction in it.
+    return w.clamp_min(torch.finfo(w.dtype).tiny ** 0.5)
+
+
 def _lift(gram: Tensor) -> float:
     # Not less: along a direction that A does not see, λ would move by the rounding over this.
     return torch.finfo(gram.dtype).eps ** (2 / 3)
@@ -100,7 +104,7 @@ def solve_gram(
 ) -> Float[Tensor, "N I"]:
     """s with A diag(w) Aᵀ s = rhs to rounding; rows in `left_out` get s = 0."""
     if isinstance(A, SparseMap) and A.iterative:
-        w = w.clamp_min(torch.finfo(w.dtype).tiny ** 0.5)
+        w = _floored(w)
         diagonal = A.gram_diagonal(w)
         inverse = torch.where(diagonal > 0, diagonal.reciprocal(), torch.zeros_like(diagonal))
         eps = torch.finfo(w.dtype).eps
