@@ -68,6 +68,15 @@ class Interval:
         width = torch.as_tensor(self.upper) - torch.as_tensor(self.lower)
         return bool(width.isfinite().all())
 
+    @cached_property
+    def positive(self) -> bool:
+        """Is no number in it negative?
+
+        >>> Interval(0.0, 1.0).positive, Interval(-1.0, 1.0).positive
+        (True, False)
+        """
+        return bool((torch.as_tensor(self.lower) >= 0).all())
+
     def contains(self, z: Tensor) -> Tensor:
         """Elementwise: is z in the *closed* interval?
 

@@ -22,22 +22,20 @@ from torch.nn.functional import logsigmoid
 from taut.activation import Activation, Affine, Interval, Parameter, pointwise
 
 
-def _clipped(u: Tensor) -> Tensor:
-    # Beyond this exp overflows, and the derivative of its reciprocal is 0·inf.
-    limit = math.log(torch.finfo(u.dtype).max) - 1
-    return u.clamp(-limit, limit)
-
-
 def _sigmoid(u: Tensor) -> Tensor:
     # torch.sigmoid computes the last few elements of a tensor by another formula, so that a
     # number's bits would depend on its place in the batch. exp has no such tail.
-    return (torch.exp(-_clipped(u)) + 1).reciprocal()
+    if u.requires_grad:
+        # Beyond this exp overflows, and the derivative of its reciprocal is 0·inf.
+        limit = math.log(torch.finfo(u.dtype).max) - 1
+        return (torch.exp(-u.clamp(-limit, limit)) + 1).reciprocal()
+    return u.neg().exp_().add_(1).reciprocal_()
 
 
 def _sigmoid_slope(u: Tensor) -> Tensor:
     # Not s(1 − s): that is 0 from u = 37 on, where the slope is still 1e-16.
-    u = _clipped(u)
-    return (torch.exp(u) + torch.exp(-u) + 2).reciprocal()
+    small = torch.exp(-u.abs())
+    return small / (small + 1).square()
 
 
 def _softplus(u: Tensor) -> Tensor:
@@ -50,8 +48,8 @@ def _logit(z: Tensor) -> Tensor:
 
 
 def _times(factor: Tensor, logarithm: Tensor) -> Tensor:
-    # 0·log 0 = 0; a good deal faster than torch.xlogy.
-    return torch.where(factor == 0, torch.zeros_like(factor), factor * logarithm)
+    # 0·log 0 = 0; a good deal faster than torch.xlogy. What is out of range stays NaN.
+    return factor * logarithm.clamp_min(torch.finfo(factor.dtype).min)
 
 
 def _sigmoid_psi(z: Tensor) -> Tensor:

@@ -26,9 +26,13 @@ class Factor:
         if self.left_out is not None:
             rhs = rhs.masked_fill(self.left_out, 0)
         if self.scale is None:
-            return torch.cholesky_solve(rhs.unsqueeze(-1), self.triangle).squeeze(-1)
-        scaled = (self.scale * rhs).unsqueeze(-1)
-        return self.scale * torch.cholesky_solve(scaled, self.triangle).squeeze(-1)
+            return self._solve(rhs)
+        return self.scale * self._solve(self.scale * rhs)
+
+    def _solve(self, rhs: Tensor) -> Tensor:
+        # torch.cholesky_solve does the same, and copies the factor first.
+        half = torch.linalg.solve_triangular(self.triangle, rhs.unsqueeze(-1), upper=False)
+        return torch.linalg.solve_triangular(self.triangle.mT, half, upper=True).squeeze(-1)
 
     def rows(self, index: Tensor) -> "Factor":
         """The samples at `index`."""

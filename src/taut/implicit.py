@@ -70,7 +70,7 @@ class Multipliers(torch.autograd.Function):
         multipliers, status = outcome.multipliers, outcome.status
         u, z = outcome.u.to(v.dtype), outcome.z.to(v.dtype)
         if v.dtype != dual.v.dtype:  # what the solver found may be too large for the dtype of v
-            fits = z.isfinite().all(-1) & multipliers.to(v.dtype).isfinite().all(-1)
+            fits = _finite(z) & _finite(multipliers.to(v.dtype))
             status = status.where(fits, int(Status.NONFINITE))
         if not bool(finite.all()):
             status = status.where(finite, int(Status.NONFINITE))
@@ -162,7 +162,7 @@ def _problems(v: Tensor, data: Tensor, b: Tensor, task: Task) -> tuple[Dual, Ten
 
 def _usable(dual: Dual, init: Tensor) -> Tensor:
     """A start that is not a number, or absurdly far, is worse than none."""
-    if bool(init.abs().sum() < 1e3):
+    if init.abs().sum().item() < 1e3:
         return init
     y = dual.A.adjoint(init.nan_to_num()).abs().amax(-1)
     near = init.isfinite().all(-1) & (y <= 1e3 * (1 + dual.v.abs().amax(-1)))

@@ -57,6 +57,8 @@ class LinearMap(ABC):
 def _multiply(x: Tensor, matrix: Tensor) -> Tensor:
     """x @ matrix over the last dimension of x, each row summed alike whatever the batch."""
     n, columns = x.shape[:-1].numel(), matrix.shape[-1]
+    if x.ndim == 2 and n >= _MIN_ROWS and columns >= _MIN_COLUMNS:
+        return x @ matrix
     flat = x.reshape(n, x.shape[-1])
     if n < _MIN_ROWS:
         flat = torch.nn.functional.pad(flat, (0, 0, 0, _MIN_ROWS - n))

@@ -1,7 +1,7 @@
 """Newton's method on D, for each sample alone."""
 
-from dataclasses import dataclass, fields
-from typing import final
+from dataclasses import dataclass
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from taut.certificate import certifies
 from taut.dual import Dual
-from taut.factor import Factor, factorise, solve_gram, solve_gram_inexactly
+from taut.factor import Factor, factorise, solve_gram
 from taut.rows import Rows
 from taut.solution import Status
 from taut.solver import Outcome, Solver, relative, rounding_scale
@@ -17,11 +17,10 @@ from taut.sparse import SparseMap
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class _State:
-    """The samples still being worked on; `index` is their place in the batch."""
+class _State(NamedTuple):
+    """The samples still being worked on; `place` is where they are in the batch."""
 
-    index: Int[Tensor, "n"]
+    place: Int[Tensor, "n"]
     multipliers: Float[Tensor, "n I"]  # of the basis Q = T A
     u: Float[Tensor, "n K"]
     z: Float[Tensor, "n K"]
@@ -32,33 +31,35 @@ class _State:
 
     def history(self) -> tuple[Tensor, Tensor]:
         """`best` and `stalls` with this state in them."""
-        stalls = torch.where(self.relative < 0.5 * self.best, 0, self.stalls + 1)
+        stalls = (self.stalls + 1).masked_fill_(self.relative < 0.5 * self.best, 0)
         return torch.minimum(self.best, self.relative), stalls
 
     def rows(self, index: Tensor) -> "_State":
-        return _State(*(getattr(self, f.name)[index] for f in fields(self)))
+        return _State(*(x.index_select(0, index) for x in self))
 
-    def merge(self, index: Tensor, other: "_State") -> "_State":
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return _State(*(mine.index_copy(0, index, theirs) for mine, theirs in pairs))
+    def write(self, index: Tensor, other: "_State") -> None:
+        """Put the samples of `other` at `index`, in place."""
+        for mine, theirs in zip(self, other, strict=True):
+            mine.index_copy_(0, index, theirs)
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class _Problem:
+class _Problem(NamedTuple):
     """D in the coordinates of the basis: u = v + Qᵀλ, ∇ = T(A z − b), ∇² = Q diag(w) Qᵀ."""
 
     dual: Dual
     rows: Rows
     size_of_b: Tensor
 
-    def state(self, index: Tensor, multipliers: Tensor, best: Tensor, stalls: Tensor) -> _State:
-        u = self.dual.v + self.rows.basis.adjoint(multipliers)
+    def state(self, place: Tensor, multipliers: Tensor, best: Tensor, stalls: Tensor) -> _State:
+        u = self.rows.basis.adjoint(multipliers).add_(self.dual.v)
         z = self.dual.activation.sigma(u)
-        residual = self.dual.residual(z)
-        scale = self.size_of_b + self.dual.A.abs().apply(z.abs())
-        level = relative(residual, scale)
-        return _State(index, multipliers, u, z, residual, level, best, stalls)
+        residual = self.dual.A.apply(z).sub_(self.dual.b)
+        size = z if self.dual.activation.range.positive else z.abs()
+        scale = self.dual.A.abs().apply(size).add_(self.size_of_b)
+        return _State(
+            place, multipliers, u, z, residual, relative(residual, scale), best, stalls
+        )
 
     def slopes(self, u: Tensor) -> Tensor:
         return self.dual.activation.slope(u)
@@ -104,8 +105,8 @@ class Newton(Solver):
 
     # u moves at most this far in the first trial of a line search: σ is another function there.
     _reach = 5.0
-    # From so many constraints on, conjugate gradients beat a factorisation for each sample.
-    _many_rows = 24
+    # Steps with one factor, as long as each gains a digit: they cost a fraction of a new one.
+    _chords = 5
     # The loosest level at which a residual that has stopped falling counts as rounding.
     _floor = 1e-13
 
@@ -129,16 +130,15 @@ class Newton(Solver):
             status, multipliers = self._judge(problem, state, iteration, eps)
             if iteration == self.max_iterations:
                 status = status.where(status >= 0, int(Status.MAX_ITERATIONS))
-            decided = status >= 0
-            if bool(decided.any()):
+            left = (status < 0).nonzero().squeeze(-1)
+            if len(left) < len(status):
                 count = torch.full_like(status, iteration)
                 here = Outcome(multipliers, state.u, state.z, count, status)
-                left = (~decided).nonzero().squeeze(-1)
-                if outcome is None and len(left) == 0:
-                    return here
-                done = decided.nonzero().squeeze(-1)
-                outcome = Outcome.like(dual, init) if outcome is None else outcome
-                outcome.write(state.index[done], here.rows(done))
+                if outcome is None:
+                    outcome = here  # samples that are left will be written over
+                else:
+                    done = (status >= 0).nonzero().squeeze(-1)
+                    outcome.write(state.place[done], here.rows(done))
                 if len(left) == 0:
                     return outcome
                 problem, state = problem.take(left), state.rows(left)
@@ -146,16 +146,17 @@ class Newton(Solver):
         raise AssertionError("unreachable: the last iteration decides every sample")
 
     def _start(self, problem: _Problem, init: Tensor) -> _State:
-        index = torch.arange(len(init), device=init.device)
-        best = torch.full_like(problem.dual.v[:, 0], torch.inf)
-        multipliers = problem.rows.enter(problem.dual.A, init)
-        state = problem.state(index, multipliers, best, torch.zeros_like(index))
+        place = torch.arange(len(init), device=init.device)
+        best = init.new_full((len(init),), torch.inf)
+        # States are written to: `init` itself must not be part of one.
+        multipliers = problem.rows.enter(problem.dual.A, init).clone()
+        state = problem.state(place, multipliers, best, torch.zeros_like(place))
         if problem.dual.activation.range.bounded:
             return state
         lost = ~(state.residual.abs() <= 1e4 * (1 + problem.size_of_b)).all(-1)
         if bool(lost.any()):
             lost = lost.nonzero().squeeze(-1)
-            state = state.merge(lost, self._lower(problem.take(lost), state.rows(lost)))
+            state.write(lost, self._lower(problem.take(lost), state.rows(lost)))
         return state
 
     def _lower(self, problem: _Problem, state: _State) -> _State:
@@ -167,11 +168,11 @@ class Newton(Solver):
         shift, v = torch.zeros_like(state.u[:, :1]), problem.dual.v
         for _ in range(2):
             multipliers = problem.direction(torch.ones_like(v), problem.dual.A.apply(v + shift))
-            trial = problem.state(state.index, multipliers, state.best, state.stalls)
+            trial = problem.state(state.place, multipliers, state.best, state.stalls)
             shift = trial.u.amax(-1, keepdim=True)
             size, before = (x.residual.abs().amax(-1).nan_to_num(torch.inf) for x in (trial, state))
             better = (size < before).nonzero().squeeze(-1)
-            state = state.merge(better, trial.rows(better))
+            state.write(better, trial.rows(better))
         return state
 
     def _target(self, state: _State, eps: float) -> float:
@@ -185,17 +186,20 @@ class Newton(Solver):
         floor = max(4 * own, self._floor)
         raw = problem.rows.leave(state.multipliers)
         multipliers = problem.rows.project(raw)
+        smallest, largest = (x.item() for x in state.relative.aminmax())
+        if largest <= target:
+            return torch.zeros_like(state.place), multipliers
+        if iteration == 0 and smallest > max(target, 1e3 * own) and largest < torch.inf:
+            return torch.full_like(state.place, -1), multipliers
         converged = state.relative <= target
-        if bool(converged.all()):
-            return torch.zeros_like(state.index), multipliers
-        near = state.relative <= min(1e6 * floor, 1e-2)
+        near = state.relative <= torch.where(state.stalls > 0, min(1e6 * floor, 1e-2), 1e3 * own)
         if bool(near.any()):
             # Is what is left the rounding of u, or has it stopped falling?
             level = relative(state.residual, rounding_scale(problem.dual, state.u, state.z))
             stalls = state.history()[1]
             stuck = ((level <= 4 * own) & (stalls > 0)) | ((level <= floor) & (stalls > 2))
             converged = converged | (near & ((level <= own) | stuck))
-        status = torch.where(converged, int(Status.CONVERGED), -1)
+        status = (~converged).long().neg_()  # CONVERGED is 0
         if problem.rows.left_out is not None:
             status = self._redundant(problem, state, status, eps)
         elif iteration > 1 and bool(problem.rows.condition.isnan().any()):
@@ -224,49 +228,53 @@ class Newton(Solver):
         return status.where(~contradictory, int(Status.INCONSISTENT))
 
     def _step(self, problem: _Problem, state: _State, eps: float) -> _State:
-        w, metric = problem.slopes(state.u), problem.rows.metric
-        history = state.history()
-        factor = None
-        if metric is not None and len(metric) >= self._many_rows:
-            # As accurate as the residual is small: what is left after the step is its square.
-            accuracy = (0.3 * state.relative).clamp(1e-8, 1e-2)
-            step = -solve_gram_inexactly(problem.dual.A, w, state.residual, metric, accuracy)
-        elif problem.iterative:
-            step = problem.direction(w, state.residual)
+        w = problem.slopes(state.u)
+        if problem.iterative:
+            factor, step = None, problem.direction(w, state.residual)
         else:
             factor = factorise(problem.rows.basis, w, problem.rows.left_out)
-            step = -factor.solve(problem.rows.restrict(state.residual))
-        result = problem.state(state.index, state.multipliers + step, *history)
-        reach = (result.u - state.u).abs().amax(-1)
+            step = factor.solve(problem.rows.restrict(state.residual)).neg_()
+        result = problem.state(state.place, state.multipliers + step, *state.history())
+        reach = (result.u - state.u).abs_().amax(-1)
         # Most steps are plainly good: near, and with a residual that has fallen by a lot.
         good = (result.relative <= 0.25 * state.relative) & (reach <= self._reach)
-        if not bool(good.all()):
-            rest = (~good).nonzero().squeeze(-1)
-            part, before = problem.take(rest), state.rows(rest)
-            searched = self._search(part, before, self._tame(part, before, step[rest], reach[rest]))
-            result = result.merge(rest, searched)
+        bad = (~good).nonzero().squeeze(-1)
+        if len(bad):
+            part, before = problem.take(bad), state.rows(bad)
+            step = self._tame(part, before, step[bad], reach[bad])
+            result.write(bad, self._search(part, before, step))
         if factor is not None:
-            again = good & (result.relative > self._target(state, eps))
-            result = self._repeat(problem, factor, result, again)
+            target = self._target(state, eps)
+            result = self._repeat(problem, factor, result, good, target, self._chords)
         return result
 
-    def _repeat(self, problem: _Problem, factor: Factor, state: _State, which: Tensor) -> _State:
-        """A second step with the same factor, which is cheap and makes convergence cubic."""
-        if not bool(which.any()):
+    def _repeat(
+        self,
+        problem: _Problem,
+        factor: Factor,
+        state: _State,
+        which: Tensor,
+        target: float,
+        times: int,
+    ) -> _State:
+        """More steps with the same factor while each gains a digit."""
+        index = (which & (state.relative > target)).nonzero().squeeze(-1)
+        if times == 0 or len(index) == 0:
             return state
-        if bool(which.all()):
-            index = None
-            part, factor, before = problem, factor, state
-        else:
-            index = which.nonzero().squeeze(-1)
-            part, factor, before = problem.take(index), factor.rows(index), state.rows(index)
-        step = -factor.solve(part.rows.restrict(before.residual))
-        after = part.state(before.index, before.multipliers + step, before.best, before.stalls)
-        better = after.relative < before.relative
-        if not bool(better.all()):
-            worse = (~better).nonzero().squeeze(-1)
-            after = after.merge(worse, before.rows(worse))
-        return after if index is None else state.merge(index, after)
+        before, whole = state, len(index) == len(which)
+        if not whole:
+            problem, factor, before = problem.take(index), factor.rows(index), state.rows(index)
+        step = factor.solve(problem.rows.restrict(before.residual))
+        after = problem.state(before.place, before.multipliers - step, before.best, before.stalls)
+        worse = (~(after.relative < before.relative)).nonzero().squeeze(-1)
+        if len(worse):
+            after.write(worse, before.rows(worse))
+        gains = after.relative < 0.1 * before.relative
+        after = self._repeat(problem, factor, after, gains, target, times - 1)
+        if whole:
+            return after
+        state.write(index, after)
+        return state
 
     def _tame(self, problem: _Problem, state: _State, step: Tensor, reach: Tensor) -> Tensor:
         """The steps, with those that run away replaced."""
@@ -293,12 +301,12 @@ class Newton(Solver):
         alpha = (self._reach / reach).nan_to_num(0.0).clamp(max=1)
         growing, low = torch.ones_like(alpha, dtype=torch.bool), torch.zeros_like(alpha)
         todo = torch.arange(len(step), device=step.device)
-        result = state
+        result = state.rows(todo)
         for _ in range(40):
             part, h0, a, floor = problem.take(todo), steepness[todo], alpha[todo], low[todo]
             moved = state.multipliers[todo] + a.unsqueeze(-1) * step[todo]
-            trial = part.state(state.index[todo], moved, best[todo], stalls[todo])
-            result = result.merge(todo, trial)
+            trial = part.state(state.place[todo], moved, best[todo], stalls[todo])
+            result.write(todo, trial)
             h = (step[todo] * part.rows.restrict(trial.residual)).sum(-1)
             long = ~(h <= 0.5 * h0)
             # D still falls at a good part of its first rate: go further. exp needs it, whose
@@ -318,7 +326,7 @@ class Newton(Solver):
 def _size_of_b(dual: Dual) -> Tensor:
     """|b|; for an entry that is 0, what the others let one expect of its row."""
     size = dual.b.abs()
-    if not bool((size == 0).any()):
+    if size.numel() == 0 or size.amin().item() > 0:
         return size
     # With exp, Σz = 0 is reached only by z → 0: without a size of its own to compare with, no
     # residual would ever be small.

@@ -1,8 +1,7 @@
 """What every solver shares: its interface, what it returns, and how a residual is measured."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
@@ -13,8 +12,7 @@ from taut.rows import Rows
 
 
 @final
-@dataclass(frozen=True, eq=False)
-class Outcome:
+class Outcome(NamedTuple):
     """What a solver found: λ, u = v + Aᵀλ, z = σ(u), and the verdict on each sample."""
 
     multipliers: Float[Tensor, "N I"]
@@ -32,12 +30,12 @@ class Outcome:
 
     def write(self, index: Tensor, part: "Outcome") -> None:
         """Enter the samples at `index`."""
-        for f in fields(self):
-            getattr(self, f.name)[index] = getattr(part, f.name)
+        for mine, theirs in zip(self, part, strict=True):
+            mine.index_copy_(0, index, theirs)
 
     def rows(self, index: Tensor) -> "Outcome":
         """The samples at `index`."""
-        return Outcome(*(getattr(self, f.name)[index] for f in fields(self)))
+        return Outcome(*(x.index_select(0, index) for x in self))
 
 
 class Solver(ABC):
@@ -69,4 +67,4 @@ def relative(residual: Tensor, scale: Tensor) -> Tensor:
     """max_i |A z − b|_i over its scale, for each sample."""
     if residual.shape[-1] == 0:
         return residual.new_zeros(residual.shape[:-1])
-    return (residual.abs() / scale.clamp_min(torch.finfo(scale.dtype).tiny)).amax(-1)
+    return residual.abs().div_(scale.clamp_min(torch.finfo(scale.dtype).tiny)).amax(-1)
