@@ -90,9 +90,28 @@ def test_error_names_samples_by_all_batch_indices():
 
 def test_error_names_only_the_first_of_many():
     status = torch.full((100,), int(Status.INFEASIBLE))
-    message = explain(status, torch.ones(100))
+    problem = taut.project(torch.zeros(100, K), torch.ones(1, K), torch.zeros(1)).problem
+    message = explain(status, torch.ones(100), problem)
     assert "100 of 100" in message
     assert "(sample 0, 1, 2, 3, 4, …)" in message
+
+
+def test_error_says_which_input_is_not_finite():
+    v, A, b = torch.zeros(3, K), torch.ones(1, K), torch.ones(3, 1)
+    v[1, 0], b[2] = torch.nan, torch.inf
+    given = f"1 of the {3 * K} entries of v, 1 of the 3 entries of b"
+    with pytest.raises(SolveError, match=f"2 NONFINITE .sample 1, 2.*Not finite: {given}"):
+        taut.project(v, A, b)
+    solution = taut.project(v, A, b, on_failure="return")
+    assert given in solution.report()
+    A[0, 1] = torch.nan
+    with pytest.raises(SolveError, match=f"Not finite: .*1 of the {K} entries of A"):
+        taut.project(torch.zeros(3, K), A, torch.ones(3, 1))
+
+
+def test_report_without_failures():
+    solution = taut.project(torch.zeros(3, K), torch.ones(1, K), torch.ones(1))
+    assert solution.report() == "All 3 samples satisfy A z = b."
 
 
 def test_error_is_a_runtime_error():

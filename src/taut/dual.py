@@ -34,7 +34,7 @@ class Dual:
 
     def predictor(self, multipliers: Float[Tensor, "*batch I"]) -> Float[Tensor, "*batch K"]:
         """u = v + Aᵀλ."""
-        return self.v + self.A.adjoint(multipliers)
+        return self.A.shifted_adjoint(self.v, multipliers)
 
     def value(self, multipliers: Float[Tensor, "*batch I"]) -> Float[Tensor, "*batch"]:
         """D(λ)."""
@@ -43,7 +43,7 @@ class Dual:
 
     def residual(self, z: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I"]:
         """A z − b, the gradient of D where z = σ(u)."""
-        return self.A.apply(z) - self.b
+        return self.A.excess(z, self.b)
 
     def gradient(self, multipliers: Float[Tensor, "*batch I"]) -> Float[Tensor, "*batch I"]:
         """∇D(λ)."""

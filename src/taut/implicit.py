@@ -63,16 +63,16 @@ class Multipliers(torch.autograd.Function):
     def forward(v: Tensor, data: Tensor, b: Tensor, init: Tensor, task: Task) -> tuple:
         batch = v.shape[:-1]
         rows = task.examined(data)
-        dual, finite = _problems(v, data, b, task)
+        dual, finite = _problems(v, data, b, task, rows)
         start = _usable(dual, init.reshape(dual.b.shape).to(dual.b.dtype))
         size = batch[-1] if task.batch_ndim else 1
         outcome = task.solver.solve(dual, rows, start, size, torch.finfo(v.dtype).eps)
-        multipliers, status = outcome.multipliers, outcome.status
-        u, z = outcome.u.to(v.dtype), outcome.z.to(v.dtype)
-        if v.dtype != dual.v.dtype:  # what the solver found may be too large for the dtype of v
-            fits = _finite(z) & _finite(multipliers.to(v.dtype))
+        status = outcome.status
+        multipliers, u, z = (x.to(v.dtype) for x in (outcome.multipliers, outcome.u, outcome.z))
+        if not _all_finite(multipliers, z):  # too large for the dtype of v
+            fits = _finite_rows(multipliers) & _finite_rows(z)
             status = status.where(fits, int(Status.NONFINITE))
-        if not bool(finite.all()):
+        if finite is not None:
             status = status.where(finite, int(Status.NONFINITE))
             multipliers = multipliers.where(finite.unsqueeze(-1), 0)
             u = u.where(finite.unsqueeze(-1), v.reshape(u.shape))
@@ -81,9 +81,10 @@ class Multipliers(torch.autograd.Function):
         if task.on_failure == "raise" and bool((status != Status.CONVERGED).any()):
             residual = task.map(data).apply(z) - b
             residual = residual.abs().amax(-1)
-            raise SolveError(explain(status, residual), status, residual)
+            problem = Dual(task.activation, task.map(data), v, b)
+            raise SolveError(_raised(status, residual, problem), status, residual)
         return (
-            multipliers.to(v.dtype).reshape(b.shape),
+            multipliers.reshape(b.shape),
             u,
             z,
             outcome.iterations.reshape(batch),
@@ -133,36 +134,47 @@ class Multipliers(torch.autograd.Function):
         return outputs, (0, 0, 0, 0, 0, 0)
 
 
-def _finite(x: Tensor, shared: bool = False) -> Tensor:
-    """For each sample: is every entry a number? The sum settles the usual case at once."""
-    if math.isfinite(x.sum().item()):
-        return torch.ones((), dtype=torch.bool, device=x.device)
-    return x.isfinite().all() if shared else x.isfinite().flatten(1).all(-1)
+def _raised(status: Tensor, residual: Tensor, problem: Dual) -> str:
+    told = explain(status, residual, problem)
+    return f'{told}\nPass on_failure="return" to get all samples with their status instead.'
 
 
-def _problems(v: Tensor, data: Tensor, b: Tensor, task: Task) -> tuple[Dual, Tensor]:
+def _all_finite(*tensors: Tensor) -> bool:
+    """Is every entry a number? A sum that overflows says no where it is yes: look again."""
+    return all(math.isfinite(x.sum().item()) for x in tensors)
+
+
+def _finite_rows(x: Tensor) -> Tensor:
+    return x.isfinite().flatten(1).all(-1)
+
+
+def _problems(
+    v: Tensor, data: Tensor, b: Tensor, task: Task, rows: Rows
+) -> tuple[Dual, Tensor | None]:
     """The batch in one dimension and in the solver's dtype, and which samples are finite.
 
     Those that are not are replaced by problems already solved, so that none has to be left out.
+    None says that all are.
     """
     n, dtype = v.shape[:-1].numel(), task.solver.dtype or v.dtype
     v, b = v.reshape(n, v.shape[-1]).to(dtype), b.reshape(n, b.shape[-1]).to(dtype)
-    data = data.to(dtype)
-    if data.ndim > 2:
-        data = data.reshape(n, *data.shape[-2:])
-    finite = _finite(v) & _finite(b) & _finite(data, shared=data.ndim < 3)
-    if bool(finite.all()):
-        return Dual(task.activation, task.map(data), v, b), finite
-    finite = finite.expand(n)
+    A = rows.basis
+    if rows.transform is not None:
+        given = data.reshape(n, *data.shape[-2:]) if data.ndim > 2 else data
+        A = task.map(given.where(given.isfinite(), 0).to(dtype))
+    if _all_finite(v, b, data):
+        return Dual(task.activation, A, v, b), None
+    whole = data.isfinite()
+    whole = whole.all().expand(n) if data.ndim < 3 else whole.reshape(n, -1).all(-1)
+    finite = _finite_rows(v) & _finite_rows(b) & whole
     keep = finite.unsqueeze(-1)
-    A = task.map(data.where(data.isfinite(), 0))
     v = v.where(keep, 0)
     return Dual(task.activation, A, v, b.where(keep, A.apply(task.activation.sigma(v)))), finite
 
 
 def _usable(dual: Dual, init: Tensor) -> Tensor:
     """A start that is not a number, or absurdly far, is worse than none."""
-    if init.abs().sum().item() < 1e3:
+    if init.numel() == 0 or dual.A.abs().adjoint(init.abs()).max() < 1e3:
         return init
     y = dual.A.adjoint(init.nan_to_num()).abs().amax(-1)
     near = init.isfinite().all(-1) & (y <= 1e3 * (1 + dual.v.abs().amax(-1)))

@@ -37,6 +37,18 @@ class LinearMap(ABC):
     def adjoint(self, multipliers: Float[Tensor, "*batch I"]) -> Float[Tensor, "*batch K"]:
         """Aᵀλ."""
 
+    def shifted_adjoint(
+        self, v: Float[Tensor, "*batch K"], multipliers: Float[Tensor, "*batch I"]
+    ) -> Float[Tensor, "*batch K"]:
+        """v + Aᵀλ."""
+        return v + self.adjoint(multipliers)
+
+    def excess(
+        self, z: Float[Tensor, "*batch K"], b: Float[Tensor, "*batch I"]
+    ) -> Float[Tensor, "*batch I"]:
+        """A z − b."""
+        return self.apply(z) - b
+
     @abstractmethod
     def gram(self, s: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I I"]:
         """A diag(s) Aᵀ."""
@@ -54,10 +66,15 @@ class LinearMap(ABC):
         """The map of the samples at `index`."""
 
 
+def _plain(x: Tensor, columns: int) -> bool:
+    """Does x @ matrix need no padding to sum each row alike?"""
+    return x.ndim == 2 and x.shape[0] >= _MIN_ROWS and columns >= _MIN_COLUMNS
+
+
 def _multiply(x: Tensor, matrix: Tensor) -> Tensor:
     """x @ matrix over the last dimension of x, each row summed alike whatever the batch."""
     n, columns = x.shape[:-1].numel(), matrix.shape[-1]
-    if x.ndim == 2 and n >= _MIN_ROWS and columns >= _MIN_COLUMNS:
+    if _plain(x, columns):
         return x @ matrix
     flat = x.reshape(n, x.shape[-1])
     if n < _MIN_ROWS:
@@ -84,6 +101,20 @@ class DenseMap(LinearMap):
 
     def adjoint(self, multipliers: Float[Tensor, "*batch I"]) -> Float[Tensor, "*batch K"]:
         return _multiply(multipliers, self.data)
+
+    def shifted_adjoint(
+        self, v: Float[Tensor, "*batch K"], multipliers: Float[Tensor, "*batch I"]
+    ) -> Float[Tensor, "*batch K"]:
+        if _plain(multipliers, self.data.shape[1]) and v.ndim == 2:
+            return torch.addmm(v, multipliers, self.data)
+        return super().shifted_adjoint(v, multipliers)
+
+    def excess(
+        self, z: Float[Tensor, "*batch K"], b: Float[Tensor, "*batch I"]
+    ) -> Float[Tensor, "*batch I"]:
+        if _plain(z, self.data.shape[0]) and b.ndim == 2:
+            return torch.addmm(b, z, self.data.mT, beta=-1)
+        return super().excess(z, b)
 
     def gram(self, s: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I I"]:
         rows, columns = self.data.shape

@@ -70,7 +70,8 @@ class _Matched(torch.autograd.Function):
         problem: Dual,
     ) -> Tensor:
         row = problem.activation
-        return (row.psi(y) - y * v + row.phi(u)).sum(-1) - (b * multipliers).sum(-1)
+        terms = torch.addcmul(row.psi(y), y, v, value=-1).add_(row.phi(u))
+        return terms.sum(-1) - (b * multipliers).sum(-1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:

@@ -1,5 +1,6 @@
 """Thin nn.Modules over `project`: the Lagrange units of the paper as layers."""
 
+import math
 from typing import final
 
 import torch
@@ -138,8 +139,12 @@ class LagrangeMemory(nn.Module):
                 f"index {tuple(index.shape)} and multipliers {tuple(found.shape)} do not belong "
                 f"together in a memory of {tuple(self.multipliers.shape)}."
             )
+        found = found.to(self.multipliers.dtype)
+        if math.isfinite(found.sum().item()) and not solution.status.any():
+            self.multipliers[index] = found
+            return
         usable = found.isfinite().all(-1) & (solution.status <= 1)
-        self.multipliers[index[usable]] = found[usable].to(self.multipliers.dtype)
+        self.multipliers[index[usable]] = found[usable]
 
     def _checked(self, index: Tensor) -> Tensor:
         index = torch.as_tensor(index, device=self.multipliers.device)

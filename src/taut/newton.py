@@ -1,4 +1,4 @@
-"""Newton's method on D, for each sample alone."""
+"""Newton's method on D: the loop over iterations, and the verdict on each sample."""
 
 from dataclasses import dataclass
 from typing import NamedTuple, final
@@ -9,72 +9,26 @@ from torch import Tensor
 
 from taut.certificate import certifies
 from taut.dual import Dual
-from taut.factor import Factor, factorise, solve_gram
 from taut.rows import Rows
 from taut.solution import Status
 from taut.solver import Outcome, Solver, relative, rounding_scale
-from taut.sparse import SparseMap
+from taut.step import Problem, State, newton_step
 
 
 @final
-class _State(NamedTuple):
-    """The samples still being worked on; `place` is where they are in the batch."""
+class _Progress(NamedTuple):
+    """How the residuals have fallen, for the samples still being worked on."""
 
-    place: Int[Tensor, "n"]
-    multipliers: Float[Tensor, "n I"]  # of the basis Q = T A
-    u: Float[Tensor, "n K"]
-    z: Float[Tensor, "n K"]
-    residual: Float[Tensor, "n I"]  # A z − b
-    relative: Float[Tensor, "n"]  # its size over |b| + |A||z|
-    best: Float[Tensor, "n"]  # the smallest of these before
+    place: Int[Tensor, "n"]  # in the batch
+    best: Float[Tensor, "n"]  # the smallest `relative` so far
     stalls: Int[Tensor, "n"]  # for how many iterations it has not been halved
 
-    def history(self) -> tuple[Tensor, Tensor]:
-        """`best` and `stalls` with this state in them."""
-        stalls = (self.stalls + 1).masked_fill_(self.relative < 0.5 * self.best, 0)
-        return torch.minimum(self.best, self.relative), stalls
+    def after(self, state: State) -> "_Progress":
+        stalls = (self.stalls + 1).masked_fill_(state.relative < 0.5 * self.best, 0)
+        return _Progress(self.place, torch.minimum(self.best, state.relative), stalls)
 
-    def rows(self, index: Tensor) -> "_State":
-        return _State(*(x.index_select(0, index) for x in self))
-
-    def write(self, index: Tensor, other: "_State") -> None:
-        """Put the samples of `other` at `index`, in place."""
-        for mine, theirs in zip(self, other, strict=True):
-            mine.index_copy_(0, index, theirs)
-
-
-@final
-class _Problem(NamedTuple):
-    """D in the coordinates of the basis: u = v + Qᵀλ, ∇ = T(A z − b), ∇² = Q diag(w) Qᵀ."""
-
-    dual: Dual
-    rows: Rows
-    size_of_b: Tensor
-
-    def state(self, place: Tensor, multipliers: Tensor, best: Tensor, stalls: Tensor) -> _State:
-        u = self.rows.basis.adjoint(multipliers).add_(self.dual.v)
-        z = self.dual.activation.sigma(u)
-        residual = self.dual.A.apply(z).sub_(self.dual.b)
-        size = z if self.dual.activation.range.positive else z.abs()
-        scale = self.dual.A.abs().apply(size).add_(self.size_of_b)
-        return _State(
-            place, multipliers, u, z, residual, relative(residual, scale), best, stalls
-        )
-
-    def slopes(self, u: Tensor) -> Tensor:
-        return self.dual.activation.slope(u)
-
-    def direction(self, w: Tensor, residual: Tensor) -> Tensor:
-        """−(Q diag(w) Qᵀ)⁻¹∇D: Newton's where w are the slopes."""
-        return -solve_gram(self.rows.basis, w, self.rows.restrict(residual), self.rows.left_out)
-
-    @property
-    def iterative(self) -> bool:
-        """Is the Hessian too large to be formed?"""
-        return isinstance(self.rows.basis, SparseMap) and self.rows.basis.iterative
-
-    def take(self, index: Tensor) -> "_Problem":
-        return _Problem(self.dual.rows(index), self.rows.rows(index), self.size_of_b[index])
+    def rows(self, index: Tensor) -> "_Progress":
+        return _Progress(*(x.index_select(0, index) for x in self))
 
 
 @final
@@ -89,10 +43,6 @@ class Newton(Solver):
     the rounding of the right one. `dtype=None` solves in the dtype of v, for hardware that is slow
     in float64; with large logits a float32 u = v + Aᵀλ is itself too coarse for a small residual.
 
-    A step p is judged by the derivative of D along it, h(α) = pᵀ∇D(λ + αp), which rises from
-    −|h(0)|: it is too long when h has become clearly positive. Differences of D itself, as in
-    Armijo's rule, drown in rounding long before the residual does.
-
     >>> import taut
     >>> A, b = torch.ones(1, 3), torch.tensor([2.0])
     >>> taut.project(torch.zeros(3), A, b, activation="sigmoid", solver=Newton(tol=1e-6)).z
@@ -103,10 +53,6 @@ class Newton(Solver):
     max_iterations: int = 200
     dtype: torch.dtype | None = torch.float64
 
-    # u moves at most this far in the first trial of a line search: σ is another function there.
-    _reach = 5.0
-    # Steps with one factor, as long as each gains a digit: they cost a fraction of a new one.
-    _chords = 5
     # The loosest level at which a residual that has stopped falling counts as rounding.
     _floor = 1e-13
 
@@ -123,97 +69,72 @@ class Newton(Solver):
     ) -> Outcome:
         if len(init) == 0:
             return Outcome.like(dual, init)
-        problem = _Problem(dual, rows, _size_of_b(dual))
-        state = self._start(problem, init)
+        problem = Problem(dual, rows, _size_of_b(dual))
+        state, place = _start(problem, init), torch.arange(len(init), device=init.device)
+        progress = _Progress(place, state.relative, torch.zeros_like(place))
+        target = self.tol or max(2 * eps, 8 * torch.finfo(init.dtype).eps)
         outcome = None
         for iteration in range(self.max_iterations + 1):
-            status, multipliers = self._judge(problem, state, iteration, eps)
+            progress = progress.after(state) if iteration else progress
+            status, proofs = self._judge(problem, state, progress, iteration, target, eps)
             if iteration == self.max_iterations:
                 status = status.where(status >= 0, int(Status.MAX_ITERATIONS))
             left = (status < 0).nonzero().squeeze(-1)
             if len(left) < len(status):
                 count = torch.full_like(status, iteration)
+                multipliers = _smallest(problem, state, eps)
+                if proofs is not None:
+                    proven = (status == Status.INFEASIBLE).unsqueeze(-1)
+                    multipliers = torch.where(proven, proofs, multipliers)
                 here = Outcome(multipliers, state.u, state.z, count, status)
                 if outcome is None:
                     outcome = here  # samples that are left will be written over
                 else:
                     done = (status >= 0).nonzero().squeeze(-1)
-                    outcome.write(state.place[done], here.rows(done))
+                    outcome.write(progress.place[done], here.rows(done))
                 if len(left) == 0:
                     return outcome
-                problem, state = problem.take(left), state.rows(left)
-            state = self._step(problem, state, eps)
+                problem, state, progress = problem.take(left), state.rows(left), progress.rows(left)
+            state = newton_step(problem, state, target)
         raise AssertionError("unreachable: the last iteration decides every sample")
 
-    def _start(self, problem: _Problem, init: Tensor) -> _State:
-        place = torch.arange(len(init), device=init.device)
-        best = init.new_full((len(init),), torch.inf)
-        # States are written to: `init` itself must not be part of one.
-        multipliers = problem.rows.enter(problem.dual.A, init).clone()
-        state = problem.state(place, multipliers, best, torch.zeros_like(place))
-        if problem.dual.activation.range.bounded:
-            return state
-        lost = ~(state.residual.abs() <= 1e4 * (1 + problem.size_of_b)).all(-1)
-        if bool(lost.any()):
-            lost = lost.nonzero().squeeze(-1)
-            state.write(lost, self._lower(problem.take(lost), state.rows(lost)))
-        return state
-
-    def _lower(self, problem: _Problem, state: _State) -> _State:
-        """A better start where exp begins far too high, if there is one.
-
-        Only the part of v in the null space of A matters, so the rest can be taken out; and then
-        u can move down as one: v → v − Aᵀ(AAᵀ)⁻¹A(v + s·1), first with s = 0, then s = max u.
-        """
-        shift, v = torch.zeros_like(state.u[:, :1]), problem.dual.v
-        for _ in range(2):
-            multipliers = problem.direction(torch.ones_like(v), problem.dual.A.apply(v + shift))
-            trial = problem.state(state.place, multipliers, state.best, state.stalls)
-            shift = trial.u.amax(-1, keepdim=True)
-            size, before = (x.residual.abs().amax(-1).nan_to_num(torch.inf) for x in (trial, state))
-            better = (size < before).nonzero().squeeze(-1)
-            state.write(better, trial.rows(better))
-        return state
-
-    def _target(self, state: _State, eps: float) -> float:
-        return self.tol or max(2 * eps, 8 * torch.finfo(state.z.dtype).eps)
-
     def _judge(
-        self, problem: _Problem, state: _State, iteration: int, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        """A Status for each sample, or −1 where the work goes on; and its multipliers."""
-        target, own = self._target(state, eps), 8 * torch.finfo(state.z.dtype).eps
+        self,
+        problem: Problem,
+        state: State,
+        progress: _Progress,
+        iteration: int,
+        target: float,
+        eps: float,
+    ) -> tuple[Tensor, Tensor | None]:
+        """A Status for each sample, or −1 where the work goes on; and certificates."""
+        own = 8 * torch.finfo(state.z.dtype).eps
         floor = max(4 * own, self._floor)
-        raw = problem.rows.leave(state.multipliers)
-        multipliers = problem.rows.project(raw)
         smallest, largest = (x.item() for x in state.relative.aminmax())
         if largest <= target:
-            return torch.zeros_like(state.place), multipliers
+            return torch.zeros_like(progress.place), None
         if iteration == 0 and smallest > max(target, 1e3 * own) and largest < torch.inf:
-            return torch.full_like(state.place, -1), multipliers
-        converged = state.relative <= target
-        near = state.relative <= torch.where(state.stalls > 0, min(1e6 * floor, 1e-2), 1e3 * own)
+            return torch.full_like(progress.place, -1), None
+        converged, stalls = state.relative <= target, progress.stalls
+        near = state.relative <= torch.where(stalls > 0, min(1e6 * floor, 1e-2), 1e3 * own)
         if bool(near.any()):
             # Is what is left the rounding of u, or has it stopped falling?
             level = relative(state.residual, rounding_scale(problem.dual, state.u, state.z))
-            stalls = state.history()[1]
             stuck = ((level <= 4 * own) & (stalls > 0)) | ((level <= floor) & (stalls > 2))
             converged = converged | (near & ((level <= own) | stuck))
         status = (~converged).long().neg_()  # CONVERGED is 0
         if problem.rows.left_out is not None:
             status = self._redundant(problem, state, status, eps)
         elif iteration > 1 and bool(problem.rows.condition.isnan().any()):
-            status = status.where(
-                converged | ~_contradicts(problem, state), int(Status.INCONSISTENT)
-            )
+            contradicts = _contradicts(problem, state)
+            status = status.where(converged | ~contradicts, int(Status.INCONSISTENT))
+        proofs = None
         if iteration > 1:
-            proven, proofs = _certificates(problem, raw, eps)
-            proven = proven & (status < 0)
-            status = status.where(~proven, int(Status.INFEASIBLE))
-            multipliers = torch.where(proven.unsqueeze(-1), proofs, multipliers)
-        return status.where(state.relative < torch.inf, int(Status.NONFINITE)), multipliers
+            proven, proofs = _certificates(problem, problem.rows.leave(state.multipliers), eps)
+            status = status.where(~(proven & (status < 0)), int(Status.INFEASIBLE))
+        return status.where(state.relative < torch.inf, int(Status.NONFINITE)), proofs
 
-    def _redundant(self, problem: _Problem, state: _State, status: Tensor, eps: float) -> Tensor:
+    def _redundant(self, problem: Problem, state: State, status: Tensor, eps: float) -> Tensor:
         """The verdicts on samples with rows that others imply: do their b agree?"""
         left_out = torch.as_tensor(problem.rows.left_out, device=state.u.device)
         b, gap = problem.dual.b, problem.dual.b - problem.rows.project(problem.dual.b)
@@ -227,100 +148,46 @@ class Newton(Solver):
         contradictory = (status < 0) & (contradictory | solved)
         return status.where(~contradictory, int(Status.INCONSISTENT))
 
-    def _step(self, problem: _Problem, state: _State, eps: float) -> _State:
-        w = problem.slopes(state.u)
-        if problem.iterative:
-            factor, step = None, problem.direction(w, state.residual)
-        else:
-            factor = factorise(problem.rows.basis, w, problem.rows.left_out)
-            step = factor.solve(problem.rows.restrict(state.residual)).neg_()
-        result = problem.state(state.place, state.multipliers + step, *state.history())
-        reach = (result.u - state.u).abs_().amax(-1)
-        # Most steps are plainly good: near, and with a residual that has fallen by a lot.
-        good = (result.relative <= 0.25 * state.relative) & (reach <= self._reach)
-        bad = (~good).nonzero().squeeze(-1)
-        if len(bad):
-            part, before = problem.take(bad), state.rows(bad)
-            step = self._tame(part, before, step[bad], reach[bad])
-            result.write(bad, self._search(part, before, step))
-        if factor is not None:
-            target = self._target(state, eps)
-            result = self._repeat(problem, factor, result, good, target, self._chords)
-        return result
 
-    def _repeat(
-        self,
-        problem: _Problem,
-        factor: Factor,
-        state: _State,
-        which: Tensor,
-        target: float,
-        times: int,
-    ) -> _State:
-        """More steps with the same factor while each gains a digit."""
-        index = (which & (state.relative > target)).nonzero().squeeze(-1)
-        if times == 0 or len(index) == 0:
-            return state
-        before, whole = state, len(index) == len(which)
-        if not whole:
-            problem, factor, before = problem.take(index), factor.rows(index), state.rows(index)
-        step = factor.solve(problem.rows.restrict(before.residual))
-        after = problem.state(before.place, before.multipliers - step, before.best, before.stalls)
-        worse = (~(after.relative < before.relative)).nonzero().squeeze(-1)
-        if len(worse):
-            after.write(worse, before.rows(worse))
-        gains = after.relative < 0.1 * before.relative
-        after = self._repeat(problem, factor, after, gains, target, times - 1)
-        if whole:
-            return after
-        state.write(index, after)
+def _start(problem: Problem, init: Tensor) -> State:
+    # States are written to: `init` itself must not be part of one.
+    state = problem.state(problem.rows.enter(problem.dual.A, init).clone())
+    if problem.dual.activation.range.bounded:
         return state
+    lost = ~(state.residual.abs() <= 1e4 * (1 + problem.size_of_b)).all(-1)
+    lost = lost.nonzero().squeeze(-1)
+    if len(lost):
+        state.write(lost, _lower(problem.take(lost), state.rows(lost)))
+    return state
 
-    def _tame(self, problem: _Problem, state: _State, step: Tensor, reach: Tensor) -> Tensor:
-        """The steps, with those that run away replaced."""
-        wild = (~(reach <= 20 * self._reach)).nonzero().squeeze(-1)
-        if len(wild) == 0:
-            return step
-        return step.index_copy(0, wild, self._damped(problem.take(wild), state.rows(wild)))
 
-    def _damped(self, problem: _Problem, state: _State) -> Tensor:
-        """The direction where Newton's is hopeless: some combination of rows has saturated.
+def _lower(problem: Problem, state: State) -> State:
+    """A better start where exp begins far too high, if there is one.
 
-        Such a combination would run away and hold all others back. Slopes w + μ limit it, with μ
-        so that a step against no curvature at all moves u by about 200.
-        """
-        flat = problem.direction(torch.ones_like(state.u), state.residual)
-        mu = problem.rows.basis.adjoint(flat).abs().amax(-1, keepdim=True) / 200
-        return problem.direction(problem.slopes(state.u) + mu, state.residual)
+    Only the part of v in the null space of A matters, so the rest can be taken out; and then
+    u can move down as one: v → v − Aᵀ(AAᵀ)⁻¹A(v + s·1), first with s = 0, then s = max u.
+    """
+    shift, v = torch.zeros_like(state.u[:, :1]), problem.dual.v
+    for _ in range(2):
+        multipliers = problem.direction(torch.ones_like(v), problem.dual.A.apply(v + shift))
+        trial = problem.state(multipliers)
+        shift = trial.u.amax(-1, keepdim=True)
+        size, before = (x.residual.abs().amax(-1).nan_to_num(torch.inf) for x in (trial, state))
+        better = (size < before).nonzero().squeeze(-1)
+        state.write(better, trial.rows(better))
+    return state
 
-    def _search(self, problem: _Problem, state: _State, step: Tensor) -> _State:
-        """The state at λ + αp, with α chosen for each sample from the size and sign of h(α)."""
-        best, stalls = state.history()
-        steepness = (step * problem.rows.restrict(state.residual)).sum(-1).abs()
-        reach = problem.rows.basis.adjoint(step).abs().amax(-1)
-        alpha = (self._reach / reach).nan_to_num(0.0).clamp(max=1)
-        growing, low = torch.ones_like(alpha, dtype=torch.bool), torch.zeros_like(alpha)
-        todo = torch.arange(len(step), device=step.device)
-        result = state.rows(todo)
-        for _ in range(40):
-            part, h0, a, floor = problem.take(todo), steepness[todo], alpha[todo], low[todo]
-            moved = state.multipliers[todo] + a.unsqueeze(-1) * step[todo]
-            trial = part.state(state.place[todo], moved, best[todo], stalls[todo])
-            result.write(todo, trial)
-            h = (step[todo] * part.rows.restrict(trial.residual)).sum(-1)
-            long = ~(h <= 0.5 * h0)
-            # D still falls at a good part of its first rate: go further. exp needs it, whose
-            # Newton step is one unit of u however far there is to go.
-            short = (h < -0.3 * h0) & growing[todo]
-            cut = (h0 / (h0 + h)).nan_to_num(nan=0.1).clamp(0.1, 0.5)
-            further = torch.where(short, 4 * a, a)
-            alpha[todo] = torch.where(long, floor + (a - floor) * cut, further)
-            low[todo] = torch.where(short, a, floor)
-            growing[todo] = short & (a < 16)
-            todo = todo[long | short]
-            if len(todo) == 0:
-                break
-        return result
+
+def _smallest(problem: Problem, state: State, eps: float) -> Tensor:
+    """The multipliers of A: of all that give u, the smallest."""
+    raw = problem.rows.leave(state.multipliers)
+    if problem.rows.projector is None:
+        return raw
+    least, dual = problem.rows.project(raw), problem.dual
+    # Rows that are redundant only to the precision of A do move u when λ is large.
+    moved = dual.A.adjoint(least - raw).abs()
+    scale = dual.A.abs().adjoint(least.abs()) + dual.v.abs()
+    return torch.where((moved <= 8 * eps * scale).all(-1, keepdim=True), least, raw)
 
 
 def _size_of_b(dual: Dual) -> Tensor:
@@ -337,14 +204,14 @@ def _size_of_b(dual: Dual) -> Tensor:
     return torch.where(size == 0, expected, size)
 
 
-def _contradicts(problem: _Problem, state: _State) -> Tensor:
+def _contradicts(problem: Problem, state: State) -> Tensor:
     """Is the residual r orthogonal to the range of A? Then rᵀ(A z − b) = −rᵀb for every z."""
     A = problem.dual.A
     image, size = A.adjoint(state.residual).abs(), A.abs().adjoint(state.residual.abs())
     return (image <= 1e-8 * size).all(-1)
 
 
-def _certificates(problem: _Problem, multipliers: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _certificates(problem: Problem, multipliers: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Which samples are proven infeasible, and by which multipliers."""
     dual = problem.dual
     # As far as λ has run, only its direction counts: bring it to size 1 by a power of 2, and to

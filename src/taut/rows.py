@@ -10,7 +10,7 @@ found here once, before the first iteration:
 
 import warnings
 from dataclasses import dataclass
-from typing import final
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float
@@ -21,6 +21,8 @@ from taut.linear import BatchedMap, DenseMap, LinearMap, dense_map
 # Nearer than this to the span of the others, a row makes multipliers so large that the rounding
 # of Aᵀλ shows in the residual.
 _DISTINCT = 1e-3
+# From so many rows on, a few conjugate gradients cost less than a factorisation for each sample.
+_MANY = 24
 
 
 @final
@@ -30,6 +32,15 @@ class ConditionWarning(UserWarning):
     >>> issubclass(ConditionWarning, UserWarning)
     True
     """
+
+
+@final
+class Rough(NamedTuple):
+    """A shared, well-conditioned A of many rows, in float32 and with rows of length 1."""
+
+    unit: DenseMap
+    inverse: DenseMap  # of unit·unitᵀ
+    norms: Float[Tensor, "I"]
 
 
 @final
@@ -45,7 +56,7 @@ class Rows:
     transform: Float[Tensor, "*n I I"] | None
     projector: Float[Tensor, "*n I I"] | None
     condition: Float[Tensor, "*n"]
-    metric: Float[Tensor, "I I"] | None = None  # (A Aᵀ)⁻¹ of a shared, well-conditioned A
+    rough: "Rough | None" = None
     fold: Float[Tensor, "*n I I"] | None = None  # each row left out as a combination of the others
 
     def restrict(self, residual: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
@@ -104,10 +115,12 @@ def analyse(A: Float[Tensor, "*n I K"], precision: float) -> Rows:
     good = (info == 0) & (pivots > _DISTINCT).all(-1)
     smallest = pivots.amin(-1) if pivots.shape[-1] else A.new_ones(A.shape[:-2])
     if bool(good.all()):
-        metric = None
-        if A.ndim == 2 and A.shape[0]:
-            metric = torch.cholesky_inverse(factor) / norms / norms.mT
-        return Rows(dense_map(A), None, None, None, smallest.reciprocal(), metric)
+        rough = None
+        if A.ndim == 2 and A.shape[0] >= _MANY:
+            inverse = torch.cholesky_inverse(factor)
+            single = DenseMap(unit.float()), DenseMap(inverse.float())
+            rough = Rough(*single, norms.squeeze(-1))
+        return Rows(dense_map(A), None, None, None, smallest.reciprocal(), rough)
     rows = _orthonormalise(A, unit, norms, precision)
     worst = rows.condition.max().item()
     if worst * precision**0.5 > 1:

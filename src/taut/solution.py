@@ -89,6 +89,17 @@ class Solution:
         """Which samples satisfy A z = b to tolerance."""
         return self.status == Status.CONVERGED
 
+    def report(self) -> str:
+        """In words: how many samples failed, which ones first, why, and what to try.
+
+        >>> import torch, taut
+        >>> v, A, b = torch.zeros(2, 3), torch.ones(1, 3), torch.tensor([[1.0], [4.0]])
+        >>> solution = taut.project(v, A, b, activation="sigmoid", on_failure="return")
+        >>> print(solution.report()[:50])
+        1 of 2 samples could not be projected on A z = b.
+        """
+        return explain(self.status, self.residual, self.problem)
+
     def __repr__(self) -> str:
         counts = ", ".join(f"{n} {status.name}" for status, n in tally(self.status).items())
         worst = f"{self.residual.max().item():.1e}" if self.residual.numel() else "none"
@@ -129,10 +140,12 @@ class SolveError(RuntimeError):
         return type(self), (self.args[0], self.status, self.residual)
 
 
-def explain(status: Tensor, residual: Tensor, shown: int = 5) -> str:
+def explain(status: Tensor, residual: Tensor, problem: "Dual", shown: int = 5) -> str:
     """The sentence of a SolveError: counts, the first samples of each kind, advice."""
     total = status.numel()
     failed = int((status != Status.CONVERGED).sum())
+    if not failed:
+        return f"All {total} samples satisfy A z = b."
     lines = [f"{failed} of {total} samples could not be projected on A z = b."]
     for verdict, count in tally(status).items():
         if verdict is Status.CONVERGED:
@@ -145,8 +158,16 @@ def explain(status: Tensor, residual: Tensor, shown: int = 5) -> str:
             else ""
         )
         worst = residual[status == verdict].max().item()
-        lines.append(
-            f"{count} {verdict.name}{at}, largest |A z − b| {worst:.1e}: {verdict.message}."
-        )
-    lines.append('Pass on_failure="return" to get all samples with their status instead.')
+        size = f"largest |A z − b| {worst:.1e}"
+        lines.append(f"{count} {verdict.name}{at}, {size}: {verdict.message}.")
+        if verdict is Status.NONFINITE:
+            lines[-1] += _culprits(problem)
     return "\n".join(lines)
+
+
+def _culprits(problem: "Dual") -> str:
+    """Which of v, A and b hold what is not a number, and how often."""
+    given = {"v": problem.v, "A": problem.A.data, "b": problem.b}
+    bad = {name: int((~x.isfinite()).sum()) for name, x in given.items()}
+    found = [f"{n} of the {given[name].numel()} entries of {name}" for name, n in bad.items() if n]
+    return f" Not finite: {', '.join(found) or 'what they give; all entries are'}."

@@ -1,0 +1,186 @@
+"""One step of Newton's method, for each sample alone: direction, length, and what it costs.
+
+A step p is judged by the derivative of D along it, h(α) = pᵀ∇D(λ + αp), which rises from −|h(0)|:
+it is too long when h has become clearly positive. Differences of D itself, as in Armijo's rule,
+drown in rounding long before the residual does.
+"""
+
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from taut.dual import Dual
+from taut.factor import Factor, factorise, solve_gram, solve_gram_roughly
+from taut.rows import Rows
+from taut.solver import relative
+from taut.sparse import SparseMap
+
+# u moves at most this far in the first trial of a line search: σ is another function there.
+_REACH = 5.0
+# Steps with one factor, as long as each gains a digit: they cost a fraction of a new one.
+_CHORDS = 5
+# Trials in a line search; each shortens a step that is too long by half or more.
+_TRIALS = 40
+
+
+@final
+class State(NamedTuple):
+    """Where n samples are."""
+
+    multipliers: Float[Tensor, "n I"]  # of the basis Q = T A
+    u: Float[Tensor, "n K"]
+    z: Float[Tensor, "n K"]
+    residual: Float[Tensor, "n I"]  # A z − b
+    relative: Float[Tensor, "n"]  # its size over |b| + |A||z|
+
+    def rows(self, index: Tensor) -> "State":
+        """The samples at `index`."""
+        return State(*(x.index_select(0, index) for x in self))
+
+    def write(self, index: Tensor, other: "State") -> None:
+        """Put the samples of `other` at `index`, in place."""
+        for mine, theirs in zip(self, other, strict=True):
+            mine.index_copy_(0, index, theirs)
+
+
+@final
+class Problem(NamedTuple):
+    """D in the coordinates of the basis: u = v + Qᵀλ, ∇ = T(A z − b), ∇² = Q diag(w) Qᵀ."""
+
+    dual: Dual
+    rows: Rows
+    size_of_b: Float[Tensor, "n I"]
+
+    def state(self, multipliers: Float[Tensor, "n I"]) -> State:
+        """Everything at λ."""
+        u = self.rows.basis.shifted_adjoint(self.dual.v, multipliers)
+        z = self.dual.activation.sigma(u)
+        residual = self.dual.residual(z)
+        size = z if self.dual.activation.range.positive else z.abs()
+        scale = self.dual.A.abs().apply(size).add_(self.size_of_b)
+        return State(multipliers, u, z, residual, relative(residual, scale))
+
+    def slopes(self, u: Float[Tensor, "n K"]) -> Float[Tensor, "n K"]:
+        """σ'(u)."""
+        return self.dual.activation.slope(u)
+
+    def direction(self, w: Tensor, residual: Tensor) -> Tensor:
+        """−(Q diag(w) Qᵀ)⁻¹∇D: Newton's where w are the slopes."""
+        return -solve_gram(self.rows.basis, w, self.rows.restrict(residual), self.rows.left_out)
+
+    @property
+    def iterative(self) -> bool:
+        """Is the Hessian too large to be formed?"""
+        return isinstance(self.rows.basis, SparseMap) and self.rows.basis.iterative
+
+    def take(self, index: Tensor) -> "Problem":
+        """The samples at `index`."""
+        return Problem(self.dual.rows(index), self.rows.rows(index), self.size_of_b[index])
+
+
+def newton_step(problem: Problem, state: State, target: float) -> State:
+    """The states after one iteration; `target` is the level of `relative` that is enough."""
+    w = problem.slopes(state.u)
+    factor = None
+    rough = problem.rows.rough
+    if rough is not None:
+        accuracy = _accuracy(state, target)
+        step = solve_gram_roughly(problem.rows, rough, w, state.residual, accuracy).neg_()
+    elif problem.iterative:
+        step = problem.direction(w, state.residual)
+    else:
+        factor = factorise(problem.rows.basis, w, problem.rows.left_out)
+        step = factor.solve(problem.rows.restrict(state.residual)).neg_()
+    result = problem.state(state.multipliers + step)
+    # Most steps are plainly good: near, and with a residual that has fallen by a lot.
+    reach = (result.u - state.u).abs_().amax(-1)
+    good = (result.relative <= 0.25 * state.relative) & (reach <= _REACH)
+    bad = (~good).nonzero().squeeze(-1)
+    if len(bad):
+        part, before, step = problem.take(bad), state.rows(bad), step[bad]
+        if rough is not None:
+            step = part.direction(w[bad], before.residual)
+        result.write(bad, _search(part, before, _tame(part, before, step)))
+    if factor is None:
+        return result
+    return _repeat(problem, factor, result, good, target, _CHORDS)
+
+
+def _accuracy(state: State, target: float) -> Tensor:
+    # What is left after a Newton step is the square of what there was, or the target.
+    level = state.relative
+    return torch.maximum(0.3 * level, 0.3 * target / level).clamp_(1e-5, 1e-2)
+
+
+def _repeat(
+    problem: Problem, factor: Factor, state: State, which: Tensor, target: float, times: int
+) -> State:
+    """More steps with the same factor while each gains a digit."""
+    index = (which & (state.relative > target)).nonzero().squeeze(-1)
+    if times == 0 or len(index) == 0:
+        return state
+    before, whole = state, len(index) == len(which)
+    if not whole:
+        problem, factor, before = problem.take(index), factor.rows(index), state.rows(index)
+    step = factor.solve(problem.rows.restrict(before.residual))
+    after = problem.state(before.multipliers - step)
+    gains = after.relative < 0.1 * before.relative
+    worse = (~(gains | (after.relative < before.relative))).nonzero().squeeze(-1)
+    if len(worse):
+        after.write(worse, before.rows(worse))
+    after = _repeat(problem, factor, after, gains, target, times - 1)
+    if whole:
+        return after
+    state.write(index, after)
+    return state
+
+
+def _tame(problem: Problem, state: State, step: Tensor) -> Tensor:
+    """The steps, with those that run away replaced."""
+    reach = problem.rows.basis.adjoint(step).abs_().amax(-1)
+    wild = (~(reach <= 20 * _REACH)).nonzero().squeeze(-1)
+    if len(wild) == 0:
+        return step
+    return step.index_copy(0, wild, _damped(problem.take(wild), state.rows(wild)))
+
+
+def _damped(problem: Problem, state: State) -> Tensor:
+    """The direction where Newton's is hopeless: some combination of rows has saturated.
+
+    Such a combination would run away and hold all others back. Slopes w + μ limit it, with μ
+    so that a step against no curvature at all moves u by about 200.
+    """
+    flat = problem.direction(torch.ones_like(state.u), state.residual)
+    mu = problem.rows.basis.adjoint(flat).abs().amax(-1, keepdim=True) / 200
+    return problem.direction(problem.slopes(state.u) + mu, state.residual)
+
+
+def _search(problem: Problem, state: State, step: Tensor) -> State:
+    """The state at λ + αp, with α chosen for each sample from the size and sign of h(α)."""
+    steepness = (step * problem.rows.restrict(state.residual)).sum(-1).abs()
+    reach = problem.rows.basis.adjoint(step).abs().amax(-1)
+    alpha = (_REACH / reach).nan_to_num(0.0).clamp(max=1)
+    growing, low = torch.ones_like(alpha, dtype=torch.bool), torch.zeros_like(alpha)
+    todo = torch.arange(len(step), device=step.device)
+    result = state.rows(todo)
+    for _ in range(_TRIALS):
+        part, h0, a, floor = problem.take(todo), steepness[todo], alpha[todo], low[todo]
+        moved = state.multipliers[todo] + a.unsqueeze(-1) * step[todo]
+        trial = part.state(moved)
+        result.write(todo, trial)
+        h = (step[todo] * part.rows.restrict(trial.residual)).sum(-1)
+        long = ~(h <= 0.5 * h0)
+        # D still falls at a good part of its first rate: go further. exp needs it, whose
+        # Newton step is one unit of u however far there is to go.
+        short = (h < -0.3 * h0) & growing[todo]
+        cut = (h0 / (h0 + h)).nan_to_num(nan=0.1).clamp(0.1, 0.5)
+        further = torch.where(short, 4 * a, a)
+        alpha[todo] = torch.where(long, floor + (a - floor) * cut, further)
+        low[todo] = torch.where(short, a, floor)
+        growing[todo] = short & (a < 16)
+        todo = todo[long | short]
+        if len(todo) == 0:
+            break
+    return result
