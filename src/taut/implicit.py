@@ -69,8 +69,9 @@ class Multipliers(torch.autograd.Function):
         outcome = task.solver.solve(dual, rows, start, size, torch.finfo(v.dtype).eps)
         status = outcome.status
         multipliers, u, z = (x.to(v.dtype) for x in (outcome.multipliers, outcome.u, outcome.z))
-        if not _all_finite(multipliers, z):  # too large for the dtype of v
-            fits = _finite_rows(multipliers) & _finite_rows(z)
+        terms = dual.A.abs().apply(outcome.z.abs()).to(v.dtype)
+        if not _all_finite(multipliers, z, terms):  # too large for the dtype of v
+            fits = _finite_rows(multipliers) & _finite_rows(z) & _finite_rows(terms)
             status = status.where(fits, int(Status.NONFINITE))
         if finite is not None:
             status = status.where(finite, int(Status.NONFINITE))

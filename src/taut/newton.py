@@ -69,10 +69,10 @@ class Newton(Solver):
     ) -> Outcome:
         if len(init) == 0:
             return Outcome.like(dual, init)
-        problem = Problem(dual, rows, _size_of_b(dual))
+        target = self.tol or max(2 * eps, 8 * torch.finfo(init.dtype).eps)
+        problem = Problem(dual, rows, _size_of_b(dual), share=min(1.0, self._floor / target))
         state, place = _start(problem, init), torch.arange(len(init), device=init.device)
         progress = _Progress(place, state.relative, torch.zeros_like(place))
-        target = self.tol or max(2 * eps, 8 * torch.finfo(init.dtype).eps)
         outcome = None
         for iteration in range(self.max_iterations + 1):
             progress = progress.after(state) if iteration else progress
@@ -120,7 +120,8 @@ class Newton(Solver):
         if bool(near.any()):
             # Is what is left the rounding of u, or has it stopped falling?
             level = relative(state.residual, rounding_scale(problem.dual, state.u, state.z))
-            stuck = ((level <= 4 * own) & (stalls > 0)) | ((level <= floor) & (stalls > 2))
+            coarse = (4 * own * problem.rows.condition.nan_to_num(torch.inf)).clamp(max=floor)
+            stuck = ((level <= 4 * own) & (stalls > 0)) | ((level <= coarse) & (stalls > 2))
             converged = converged | (near & ((level <= own) | stuck))
         status = (~converged).long().neg_()  # CONVERGED is 0
         if problem.rows.left_out is not None:

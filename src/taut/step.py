@@ -33,7 +33,7 @@ class State(NamedTuple):
     u: Float[Tensor, "n K"]
     z: Float[Tensor, "n K"]
     residual: Float[Tensor, "n I"]  # A z − b
-    relative: Float[Tensor, "n"]  # its size over |b| + |A||z|
+    relative: Float[Tensor, "n"]  # its size over |b| + share·|A||z|
 
     def rows(self, index: Tensor) -> "State":
         """The samples at `index`."""
@@ -52,6 +52,9 @@ class Problem(NamedTuple):
     dual: Dual
     rows: Rows
     size_of_b: Float[Tensor, "n I"]
+    # How much of |A||z| counts: less where the target is coarse, or a z far too large, on its way
+    # down, would pass as soon as its terms happen to cancel to that accuracy.
+    share: float
 
     def state(self, multipliers: Float[Tensor, "n I"]) -> State:
         """Everything at λ."""
@@ -59,7 +62,7 @@ class Problem(NamedTuple):
         z = self.dual.activation.sigma(u)
         residual = self.dual.residual(z)
         size = z if self.dual.activation.range.positive else z.abs()
-        scale = self.dual.A.abs().apply(size).add_(self.size_of_b)
+        scale = torch.add(self.size_of_b, self.dual.A.abs().apply(size), alpha=self.share)
         return State(multipliers, u, z, residual, relative(residual, scale))
 
     def slopes(self, u: Float[Tensor, "n K"]) -> Float[Tensor, "n K"]:
@@ -77,7 +80,8 @@ class Problem(NamedTuple):
 
     def take(self, index: Tensor) -> "Problem":
         """The samples at `index`."""
-        return Problem(self.dual.rows(index), self.rows.rows(index), self.size_of_b[index])
+        dual, rows = self.dual.rows(index), self.rows.rows(index)
+        return Problem(dual, rows, self.size_of_b[index], self.share)
 
 
 def newton_step(problem: Problem, state: State, target: float) -> State:
