@@ -15,14 +15,23 @@ from fuzzing.runner import reproducer, run_block
 from fuzzing.tally import Tally
 
 
-@pytest.mark.slow  # until rows that stay undecided cost less; then it is a matter of seconds
-@pytest.mark.parametrize("label", LABELS)
-def test_no_row_is_wrong_in_silence(label):
+def _run(label, blocks):
     tally = Tally()
-    for number in range(LABELS.index(label), 10 * len(LABELS), len(LABELS)):
+    for number in range(LABELS.index(label), blocks * len(LABELS), len(LABELS)):
         tally.merge(run_block(seed=0, number=number, most=32))
     assert tally.silent_wrong == 0 and not tally.checks, reproducer(tally.failures[0])
-    assert tally.rows > 100
+    return tally
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_no_row_is_wrong_in_silence(label):
+    assert _run(label, blocks=6).rows > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", LABELS)
+def test_no_row_is_wrong_in_silence_in_more_blocks(label):
+    assert _run(label, blocks=20).rows > 300
 
 
 def test_a_block_is_the_same_every_time():

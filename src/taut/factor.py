@@ -71,7 +71,8 @@ def factorise(
     bad = info.nonzero().squeeze(-1)
     lifted, scale = _factorise_singular(gram[bad])
     every = torch.ones_like(gram[..., 0]).index_copy(0, bad, scale)
-    return Factor(triangle.index_copy(0, bad, lifted), left_out, every)
+    # In place: another memory layout would round the solves of the other samples differently.
+    return Factor(triangle.index_copy_(0, bad, lifted), left_out, every)
 
 
 def _factorise_singular(gram: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,7 +95,7 @@ def _factorise_singular(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 def _floored(w: Tensor) -> Tensor:
     # Slopes that have underflowed would make the matrix zero; the floor keeps a direction in it.
-    return w.clamp_min(torch.finfo(w.dtype).tiny ** 0.5)
+    return w.clamp_min(torch.finfo(w.dtype).tiny * 1e20)
 
 
 def _lift(gram: Tensor) -> float:
@@ -128,8 +129,8 @@ def solve_gram_roughly(
     w: Float[Tensor, "N K"],
     rhs: Float[Tensor, "N I"],
     accuracy: Float[Tensor, "N"],
-) -> Float[Tensor, "N I"]:
-    """`solve_gram` to a relative `accuracy` of not less than 1e-5.
+) -> tuple[Float[Tensor, "N I"], Bool[Tensor, "N"]]:
+    """`solve_gram` to a relative `accuracy` of not less than 1e-5, and where it is exact.
 
     (A Aᵀ)⁻¹ A diag(w) Aᵀ has its eigenvalues between the smallest and the largest w, so while
     these are not far apart a few conjugate gradients cost less than a factorisation; and for so
@@ -148,7 +149,7 @@ def solve_gram_roughly(
     if len(index):
         direct = solve_gram(rows.basis, w[index], rhs[index], rows.left_out)
         solution.index_copy_(0, index, direct)
-    return solution
+    return solution, uneven
 
 
 def conjugate_gradient(

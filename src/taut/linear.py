@@ -11,6 +11,7 @@ from typing import final
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 # A BLAS may sum a matrix of very few rows, or of one column, in another order than a larger one.
 # Padding to this many keeps a sample's bits the same whatever the batch around it.
@@ -66,22 +67,20 @@ class LinearMap(ABC):
         """The map of the samples at `index`."""
 
 
-def _plain(x: Tensor, columns: int) -> bool:
-    """Does x @ matrix need no padding to sum each row alike?"""
-    return x.ndim == 2 and x.shape[0] >= _MIN_ROWS and columns >= _MIN_COLUMNS
-
-
-def _multiply(x: Tensor, matrix: Tensor) -> Tensor:
-    """x @ matrix over the last dimension of x, each row summed alike whatever the batch."""
+def _multiply(x: Tensor, matrix: Tensor, onto: Tensor | None = None, beta: float = 1.0) -> Tensor:
+    """x @ matrix + beta·onto over the last dimension, each row summed alike whatever the batch."""
     n, columns = x.shape[:-1].numel(), matrix.shape[-1]
-    if _plain(x, columns):
-        return x @ matrix
-    flat = x.reshape(n, x.shape[-1])
-    if n < _MIN_ROWS:
-        flat = torch.nn.functional.pad(flat, (0, 0, 0, _MIN_ROWS - n))
-    if columns < _MIN_COLUMNS:
-        matrix = torch.nn.functional.pad(matrix, (0, _MIN_COLUMNS - columns))
-    return (flat @ matrix)[:n, :columns].reshape(*x.shape[:-1], columns)
+    if x.ndim == 2 and n >= _MIN_ROWS and columns >= _MIN_COLUMNS:
+        return x @ matrix if onto is None else torch.addmm(onto, x, matrix, beta=beta)
+    rows, more = max(0, _MIN_ROWS - n), max(0, _MIN_COLUMNS - columns)
+    flat = pad(x.reshape(n, x.shape[-1]), (0, 0, 0, rows))
+    matrix = pad(matrix, (0, more))
+    if onto is None:
+        product = flat @ matrix
+    else:
+        onto = pad(onto.expand(*x.shape[:-1], columns).reshape(n, columns), (0, more, 0, rows))
+        product = torch.addmm(onto, flat, matrix, beta=beta)
+    return product[:n, :columns].reshape(*x.shape[:-1], columns)
 
 
 @final
@@ -105,16 +104,12 @@ class DenseMap(LinearMap):
     def shifted_adjoint(
         self, v: Float[Tensor, "*batch K"], multipliers: Float[Tensor, "*batch I"]
     ) -> Float[Tensor, "*batch K"]:
-        if _plain(multipliers, self.data.shape[1]) and v.ndim == 2:
-            return torch.addmm(v, multipliers, self.data)
-        return super().shifted_adjoint(v, multipliers)
+        return _multiply(multipliers, self.data, onto=v)
 
     def excess(
         self, z: Float[Tensor, "*batch K"], b: Float[Tensor, "*batch I"]
     ) -> Float[Tensor, "*batch I"]:
-        if _plain(z, self.data.shape[0]) and b.ndim == 2:
-            return torch.addmm(b, z, self.data.mT, beta=-1)
-        return super().excess(z, b)
+        return _multiply(z, self.data.mT, onto=b, beta=-1.0)
 
     def gram(self, s: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I I"]:
         rows, columns = self.data.shape

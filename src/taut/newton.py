@@ -113,7 +113,8 @@ class Newton(Solver):
         smallest, largest = (x.item() for x in state.relative.aminmax())
         if largest <= target:
             return torch.zeros_like(progress.place), None
-        if iteration == 0 and smallest > max(target, 1e3 * own) and largest < torch.inf:
+        undecided = smallest > max(target, 1e3 * own) and largest < torch.inf
+        if iteration == 0 and undecided and problem.rows.left_out is None:
             return torch.full_like(progress.place, -1), None
         converged, stalls = state.relative <= target, progress.stalls
         near = state.relative <= torch.where(stalls > 0, min(1e6 * floor, 1e-2), 1e3 * own)
@@ -200,7 +201,7 @@ def _size_of_b(dual: Dual) -> Tensor:
     # residual would ever be small.
     row = dual.A.abs().apply(torch.ones_like(dual.v))
     natural = torch.where(row > 0, size / row, torch.zeros_like(size)).amax(-1, keepdim=True)
-    start = dual.activation.sigma(dual.v).abs().amax(-1, keepdim=True).clamp(max=1)
+    start = dual.activation.sigma(dual.v).abs().amax(-1, keepdim=True).clamp(1e-30, 1)
     expected = (row * torch.where(natural == 0, start, natural)).clamp(max=1)
     return torch.where(size == 0, expected, size)
 

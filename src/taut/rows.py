@@ -42,6 +42,10 @@ class Rough(NamedTuple):
     inverse: DenseMap  # of unit·unitᵀ
     norms: Float[Tensor, "I"]
 
+    def solve(self, rhs: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        """(A Aᵀ)⁻¹ rhs, to a few digits."""
+        return self.inverse.apply((rhs / self.norms).float()).to(rhs.dtype) / self.norms
+
 
 @final
 @dataclass(frozen=True, eq=False)

@@ -87,11 +87,12 @@ class Problem(NamedTuple):
 def newton_step(problem: Problem, state: State, target: float) -> State:
     """The states after one iteration; `target` is the level of `relative` that is enough."""
     w = problem.slopes(state.u)
-    factor = None
+    factor, exact = None, None
     rough = problem.rows.rough
     if rough is not None:
         accuracy = _accuracy(state, target)
-        step = solve_gram_roughly(problem.rows, rough, w, state.residual, accuracy).neg_()
+        step, exact = solve_gram_roughly(problem.rows, rough, w, state.residual, accuracy)
+        step.neg_()
     elif problem.iterative:
         step = problem.direction(w, state.residual)
     else:
@@ -103,10 +104,12 @@ def newton_step(problem: Problem, state: State, target: float) -> State:
     good = (result.relative <= 0.25 * state.relative) & (reach <= _REACH)
     bad = (~good).nonzero().squeeze(-1)
     if len(bad):
-        part, before, step = problem.take(bad), state.rows(bad), step[bad]
-        if rough is not None:
-            step = part.direction(w[bad], before.residual)
-        result.write(bad, _search(part, before, _tame(part, before, step)))
+        if exact is not None:
+            again = (~(good | exact)).nonzero().squeeze(-1)
+            direction = problem.take(again).direction(w[again], state.residual[again])
+            step.index_copy_(0, again, direction)
+        part, before = problem.take(bad), state.rows(bad)
+        result.write(bad, _search(part, before, _tame(part, before, step[bad])))
     if factor is None:
         return result
     return _repeat(problem, factor, result, good, target, _CHORDS)
@@ -156,7 +159,10 @@ def _damped(problem: Problem, state: State) -> Tensor:
     Such a combination would run away and hold all others back. Slopes w + μ limit it, with μ
     so that a step against no curvature at all moves u by about 200.
     """
-    flat = problem.direction(torch.ones_like(state.u), state.residual)
+    if problem.rows.rough is not None:
+        flat = problem.rows.rough.solve(state.residual)
+    else:
+        flat = problem.direction(torch.ones_like(state.u), state.residual)
     mu = problem.rows.basis.adjoint(flat).abs().amax(-1, keepdim=True) / 200
     return problem.direction(problem.slopes(state.u) + mu, state.residual)
 
