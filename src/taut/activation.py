@@ -107,6 +107,7 @@ class Activation:
     psi: Elementwise
     range: Interval
     form: "Affine | None" = field(default=None, repr=False)  # how a derived row was made
+    straight: bool = field(default=False, repr=False)  # is σ a line? Then σ' knows nothing of u
 
     def output(self, u: Tensor) -> Tensor:
         """σ(u) whose derivative is `slope`, which keeps its digits where σ has saturated.
@@ -222,5 +223,13 @@ class Affine:
     def activation(self, name: str) -> Activation:
         """This form as a row."""
         return Activation(
-            name, self.sigma, self.slope, self.phi, self.inverse, self.psi, self.ends, form=self
+            name,
+            self.sigma,
+            self.slope,
+            self.phi,
+            self.inverse,
+            self.psi,
+            self.ends,
+            form=self,
+            straight=self.row.straight,
         )

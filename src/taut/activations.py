@@ -118,6 +118,7 @@ linear = Activation(
     inverse=_identity,
     psi=_half_square,
     range=Interval(-math.inf, math.inf),
+    straight=True,
 )
 
 

@@ -28,14 +28,17 @@ def support(y: Float[Tensor, "*batch K"], within: Interval) -> Float[Tensor, "*b
 
 
 def certifies(
-    multipliers: Float[Tensor, "N I"], y: Float[Tensor, "N K"], dual: Dual
+    multipliers: Float[Tensor, "N I"],
+    y: Float[Tensor, "N K"],
+    dual: Dual,
+    which: Bool[Tensor, "N"],
 ) -> Bool[Tensor, "N"]:
-    """Does λ, with y = Aᵀλ, prove that its sample has no solution?
+    """For the samples in `which`: does λ, with y = Aᵀλ, prove that there is no solution?
 
     The inequality is tried in plain floating point, and what passes is proven with `proves`.
     """
     terms = support(y, dual.activation.range)
-    likely = (dual.b * multipliers).sum(-1) > terms.sum(-1)
+    likely = which & ((dual.b * multipliers).sum(-1) > terms.sum(-1))
     if not bool(likely.any()):
         return likely
     index = likely.nonzero().squeeze(-1)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from taut.linear import LinearMap
+from taut.linear import DenseMap, LinearMap
 from taut.rows import Rough, Rows
 from taut.sparse import SparseMap
 
@@ -45,6 +45,38 @@ class Factor:
         )
 
 
+@final
+@dataclass(frozen=True, eq=False)
+class SharedFactor:
+    """A diag(w) Aᵀ where A and w are the same for all samples: its inverse, once."""
+
+    inverse: DenseMap
+    left_out: Bool[Tensor, "I"] | None
+
+    def solve(self, rhs: Float[Tensor, "N I"]) -> Float[Tensor, "N I"]:
+        """s with A diag(w) Aᵀ s = rhs; rows left out get s = 0."""
+        if self.left_out is not None:
+            rhs = rhs.masked_fill(self.left_out, 0)
+        return self.inverse.apply(rhs)
+
+
+def share(
+    A: DenseMap, w: Float[Tensor, "K"], left_out: Bool[Tensor, "I"] | None
+) -> SharedFactor:
+    """`factorise` for all samples at once.
+
+    >>> A, w = DenseMap(torch.ones(1, 4)), torch.ones(4)
+    >>> share(A, w, None).solve(torch.tensor([[4.0], [8.0]]))
+    tensor([[1.],
+            [2.]])
+    """
+    factor = factorise(A, w.unsqueeze(0), left_out)
+    inverse = torch.cholesky_inverse(factor.triangle[0])
+    if factor.scale is not None:
+        inverse = inverse * factor.scale[0] * factor.scale[0].unsqueeze(-1)
+    return SharedFactor(DenseMap(inverse), left_out)
+
+
 def factorise(
     A: LinearMap, w: Float[Tensor, "N K"], left_out: Bool[Tensor, "*n I"] | None
 ) -> Factor:
@@ -53,7 +85,6 @@ def factorise(
     Cholesky's factorisation does not mind rows of very different size. Where the matrix is
     singular to rounding, the least multiple of its diagonal that mends it is added.
 
-    >>> from taut.linear import DenseMap
     >>> A, w = DenseMap(torch.ones(1, 4)), torch.ones(1, 4)
     >>> factorise(A, w, None).solve(torch.tensor([[4.0]]))
     tensor([[1.]])
@@ -165,7 +196,6 @@ def conjugate_gradient(
     `accuracy` is that of s in the norm of the preconditioner, relative to the start. A sample
     that has reached it stands still, so its neighbours do not change its bits.
 
-    >>> from taut.linear import DenseMap
     >>> A, w, rhs = DenseMap(torch.eye(2)), torch.tensor([[2.0, 4.0]]), torch.tensor([[2.0, 2.0]])
     >>> conjugate_gradient(A, w, rhs, lambda r: r / w, 1e-6, 10)
     tensor([[1.0000, 0.5000]])

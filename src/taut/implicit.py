@@ -9,8 +9,8 @@ from torch import Tensor
 
 from taut.activation import Activation
 from taut.dual import Dual
-from taut.factor import solve_gram
-from taut.linear import LinearMap, dense_map
+from taut.factor import share, solve_gram
+from taut.linear import DenseMap, LinearMap, dense_map
 from taut.rows import Rows, analyse, unexamined
 from taut.solution import SolveError, Status, explain
 from taut.solvers import Solver
@@ -194,7 +194,11 @@ class GramSolve(torch.autograd.Function):
         rows = task.examined(data)
         n, dtype = rhs.shape[:-1].numel(), rows.basis.data.dtype
         flat = rows.restrict(rows.project(rhs.reshape(n, rhs.shape[-1]).to(dtype)))
-        s = solve_gram(rows.basis, w.reshape(n, w.shape[-1]).to(dtype), flat, rows.left_out)
+        w = w.reshape(n, w.shape[-1]).to(dtype)
+        if task.activation.straight and isinstance(rows.basis, DenseMap) and n:
+            s = share(rows.basis, w[0], rows.left_out).solve(flat)
+        else:
+            s = solve_gram(rows.basis, w, flat, rows.left_out)
         s = rows.project(rows.leave(s)).reshape(rhs.shape).to(rhs.dtype)
         # Where all slopes of a row have underflowed it moves nothing, and has no gradient to give.
         return s.where(s.isfinite(), 0)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from taut.certificate import certifies
@@ -17,18 +17,55 @@ from taut.step import Problem, State, newton_step
 
 @final
 class _Progress(NamedTuple):
-    """How the residuals have fallen, for the samples still being worked on."""
+    """What has become of the samples being worked on; status −1 is not decided."""
 
     place: Int[Tensor, "n"]  # in the batch
+    status: Int[Tensor, "n"]
+    iterations: Int[Tensor, "n"]
     best: Float[Tensor, "n"]  # the smallest `relative` so far
     stalls: Int[Tensor, "n"]  # for how many iterations it has not been halved
+    proofs: Float[Tensor, "n I"] | None  # certificates of the infeasible ones
 
-    def after(self, state: State) -> "_Progress":
-        stalls = (self.stalls + 1).masked_fill_(state.relative < 0.5 * self.best, 0)
-        return _Progress(self.place, torch.minimum(self.best, state.relative), stalls)
+    @staticmethod
+    def start(state: State) -> "_Progress":
+        place = torch.arange(len(state.u), device=state.u.device)
+        best = torch.full_like(state.relative, torch.inf)
+        zero = torch.zeros_like(place)
+        return _Progress(place, zero - 1, zero, best, zero, None)
+
+    @property
+    def open(self) -> Bool[Tensor, "n"]:
+        return self.status < 0
+
+    def after(
+        self, state: State, status: Tensor, proofs: Tensor | None, iteration: int
+    ) -> "_Progress":
+        """With the verdicts of this iteration; earlier ones stand."""
+        fresh = self.open & (status >= 0)
+        if proofs is not None and self.proofs is not None:
+            proofs = torch.where(fresh.unsqueeze(-1), proofs, self.proofs)
+        return _Progress(
+            self.place,
+            torch.where(fresh, status, self.status),
+            self.iterations.masked_fill(fresh, iteration),
+            torch.minimum(self.best, state.relative),
+            self.stalled(state),
+            proofs if self.proofs is None or proofs is not None else self.proofs,
+        )
+
+    def stalled(self, state: State) -> Int[Tensor, "n"]:
+        """`stalls` with this state in it."""
+        return (self.stalls + 1).masked_fill_(state.relative < 0.5 * self.best, 0)
 
     def rows(self, index: Tensor) -> "_Progress":
-        return _Progress(*(x.index_select(0, index) for x in self))
+        place, status, iterations, best, stalls = (x[index] for x in self[:5])
+        proofs = None if self.proofs is None else self.proofs[index]
+        return _Progress(place, status, iterations, best, stalls, proofs)
+
+
+def _worth_leaving_out(count: int, state: State) -> bool:
+    """Is it cheaper to copy the `count` samples still open than to carry the others along?"""
+    return count <= 0.7 * len(state.u) and state.u.numel() >= 2**14
 
 
 @final
@@ -71,31 +108,30 @@ class Newton(Solver):
             return Outcome.like(dual, init)
         target = self.tol or max(2 * eps, 8 * torch.finfo(init.dtype).eps)
         problem = Problem(dual, rows, _size_of_b(dual), share=min(1.0, self._floor / target))
-        state, place = _start(problem, init), torch.arange(len(init), device=init.device)
-        progress = _Progress(place, state.relative, torch.zeros_like(place))
-        outcome = None
+        state = _start(problem, init)
+        progress, outcome = _Progress.start(state), None
         for iteration in range(self.max_iterations + 1):
-            progress = progress.after(state) if iteration else progress
             status, proofs = self._judge(problem, state, progress, iteration, target, eps)
             if iteration == self.max_iterations:
                 status = status.where(status >= 0, int(Status.MAX_ITERATIONS))
-            left = (status < 0).nonzero().squeeze(-1)
-            if len(left) < len(status):
-                count = torch.full_like(status, iteration)
+            progress = progress.after(state, status, proofs, iteration)
+            count = int(progress.open.sum())
+            if count == 0 or _worth_leaving_out(count, state):
                 multipliers = _smallest(problem, state, eps)
-                if proofs is not None:
-                    proven = (status == Status.INFEASIBLE).unsqueeze(-1)
-                    multipliers = torch.where(proven, proofs, multipliers)
-                here = Outcome(multipliers, state.u, state.z, count, status)
+                if progress.proofs is not None:
+                    proven = (progress.status == Status.INFEASIBLE).unsqueeze(-1)
+                    multipliers = torch.where(proven, progress.proofs, multipliers)
+                here = Outcome(multipliers, state.u, state.z, progress.iterations, progress.status)
                 if outcome is None:
-                    outcome = here  # samples that are left will be written over
+                    outcome = here  # samples still open will be written over
                 else:
-                    done = (status >= 0).nonzero().squeeze(-1)
-                    outcome.write(progress.place[done], here.rows(done))
-                if len(left) == 0:
+                    outcome.write(progress.place, here)
+                if count == 0:
                     return outcome
+                left = progress.open.nonzero().squeeze(-1)
                 problem, state, progress = problem.take(left), state.rows(left), progress.rows(left)
-            state = newton_step(problem, state, target)
+            closed = None if count == len(progress.open) else ~progress.open
+            state = newton_step(problem, state, target, closed)
         raise AssertionError("unreachable: the last iteration decides every sample")
 
     def _judge(
@@ -116,7 +152,7 @@ class Newton(Solver):
         undecided = smallest > max(target, 1e3 * own) and largest < torch.inf
         if iteration == 0 and undecided and problem.rows.left_out is None:
             return torch.full_like(progress.place, -1), None
-        converged, stalls = state.relative <= target, progress.stalls
+        converged, stalls = state.relative <= target, progress.stalled(state)
         near = state.relative <= torch.where(stalls > 0, min(1e6 * floor, 1e-2), 1e3 * own)
         if bool(near.any()):
             # Is what is left the rounding of u, or has it stopped falling?
@@ -132,8 +168,9 @@ class Newton(Solver):
             status = status.where(converged | ~contradicts, int(Status.INCONSISTENT))
         proofs = None
         if iteration > 1:
-            proven, proofs = _certificates(problem, problem.rows.leave(state.multipliers), eps)
-            status = status.where(~(proven & (status < 0)), int(Status.INFEASIBLE))
+            still = progress.open & (status < 0)
+            proven, proofs = _certificates(problem, state, still, eps)
+            status = status.where(~proven, int(Status.INFEASIBLE))
         return status.where(state.relative < torch.inf, int(Status.NONFINITE)), proofs
 
     def _redundant(self, problem: Problem, state: State, status: Tensor, eps: float) -> Tensor:
@@ -213,20 +250,22 @@ def _contradicts(problem: Problem, state: State) -> Tensor:
     return (image <= 1e-8 * size).all(-1)
 
 
-def _certificates(problem: Problem, multipliers: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Which samples are proven infeasible, and by which multipliers."""
-    dual = problem.dual
+def _certificates(
+    problem: Problem, state: State, which: Bool[Tensor, "n"], eps: float
+) -> tuple[Tensor, Tensor]:
+    """Which samples of `which` are proven infeasible, and by which multipliers."""
+    dual, multipliers = problem.dual, problem.rows.leave(state.multipliers)
     # As far as λ has run, only its direction counts: bring it to size 1 by a power of 2, and to
     # the precision in which it will be returned.
     size = multipliers.abs().amax(-1, keepdim=True)
     candidate = torch.ldexp(multipliers, -torch.frexp(size.nan_to_num(1.0)).exponent)
     candidate = candidate.to(torch.float32).to(size.dtype) if eps > 1e-10 else candidate
-    proven = certifies(candidate, dual.A.adjoint(candidate), dual)
+    proven = certifies(candidate, dual.A.adjoint(candidate), dual, which)
     if not dual.activation.range.bounded:
         # λ = t·d + rest with t → ∞, and in a half-infinite range the rest may spoil the proof
         # that d is: leave out the small entries.
         direction = candidate.where(candidate.abs() > 0.1, 0)
-        also = ~proven & certifies(direction, dual.A.adjoint(direction), dual)
+        also = certifies(direction, dual.A.adjoint(direction), dual, which & ~proven)
         candidate = torch.where(also.unsqueeze(-1), direction, candidate)
         proven = proven | also
     return proven, candidate

@@ -8,19 +8,27 @@ drown in rounding long before the residual does.
 from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from taut.dual import Dual
-from taut.factor import Factor, factorise, solve_gram, solve_gram_roughly
+from taut.factor import (
+    Factor,
+    SharedFactor,
+    factorise,
+    share,
+    solve_gram,
+    solve_gram_roughly,
+)
+from taut.linear import DenseMap
 from taut.rows import Rows
 from taut.solver import relative
 from taut.sparse import SparseMap
 
 # u moves at most this far in the first trial of a line search: σ is another function there.
 _REACH = 5.0
-# Steps with one factor, as long as each gains a digit: they cost a fraction of a new one.
-_CHORDS = 5
+# Further steps with one factor, as long as each gains a digit: they cost a fraction of a new one.
+_CHORDS = 2
 # Trials in a line search; each shortens a step that is too long by half or more.
 _TRIALS = 40
 
@@ -84,35 +92,58 @@ class Problem(NamedTuple):
         return Problem(dual, rows, self.size_of_b[index], self.share)
 
 
-def newton_step(problem: Problem, state: State, target: float) -> State:
-    """The states after one iteration; `target` is the level of `relative` that is enough."""
+def newton_step(
+    problem: Problem, state: State, target: float, closed: Bool[Tensor, "n"] | None
+) -> State:
+    """The states after one iteration; `target` is the level of `relative` that is enough.
+
+    Samples in `closed` stand still: with small batches that costs less than to leave them out.
+    """
     w = problem.slopes(state.u)
-    factor, exact = None, None
-    rough = problem.rows.rough
-    if rough is not None:
+    if closed is not None:
+        w = w.masked_fill(closed.unsqueeze(-1), 1)
+    factor, exact, rough = None, None, problem.rows.rough
+    if problem.dual.activation.straight and isinstance(problem.rows.basis, DenseMap):
+        factor = share(problem.rows.basis, problem.slopes(state.u[0]), problem.rows.left_out)
+        step = factor.solve(problem.rows.restrict(state.residual))
+    elif rough is not None:
         accuracy = _accuracy(state, target)
         step, exact = solve_gram_roughly(problem.rows, rough, w, state.residual, accuracy)
-        step.neg_()
     elif problem.iterative:
-        step = problem.direction(w, state.residual)
+        step = problem.direction(w, state.residual).neg_()
     else:
         factor = factorise(problem.rows.basis, w, problem.rows.left_out)
-        step = factor.solve(problem.rows.restrict(state.residual)).neg_()
+        step = factor.solve(problem.rows.restrict(state.residual))
+    step.neg_()
+    if closed is not None:
+        step.masked_fill_(closed.unsqueeze(-1), 0)
     result = problem.state(state.multipliers + step)
-    # Most steps are plainly good: near, and with a residual that has fallen by a lot.
-    reach = (result.u - state.u).abs_().amax(-1)
-    good = (result.relative <= 0.25 * state.relative) & (reach <= _REACH)
-    bad = (~good).nonzero().squeeze(-1)
-    if len(bad):
+    bad = ~_good(problem, state, step, result)
+    bad = bad if closed is None else bad & ~closed
+    index = bad.nonzero().squeeze(-1)
+    if len(index):
         if exact is not None:
-            again = (~(good | exact)).nonzero().squeeze(-1)
+            again = (bad & ~exact).nonzero().squeeze(-1)
             direction = problem.take(again).direction(w[again], state.residual[again])
             step.index_copy_(0, again, direction)
-        part, before = problem.take(bad), state.rows(bad)
-        result.write(bad, _search(part, before, _tame(part, before, step[bad])))
+        part, before = problem.take(index), state.rows(index)
+        result.write(index, _search(part, before, _tame(part, before, step[index])))
     if factor is None:
         return result
-    return _repeat(problem, factor, result, good, target, _CHORDS)
+    # A step with the old factor gains about as much as the last one did: take it where two are
+    # all that is needed, for two new factors would gain the same.
+    gain = 4 * result.relative / state.relative
+    close = result.relative * gain.square() <= target
+    return _repeat(problem, factor, result, close if closed is None else close & ~closed, target)
+
+
+def _good(problem: Problem, state: State, step: Tensor, result: State) -> Tensor:
+    """Is the whole step plainly good? Near, and with a D that is nearly level at its end."""
+    reach = (result.u - state.u).abs_().amax(-1)
+    first = (step * problem.rows.restrict(state.residual)).sum(-1).abs_()
+    h = (step * problem.rows.restrict(result.residual)).sum(-1)
+    level = (h <= 0.5 * first) & (h >= -0.3 * first)
+    return (level | (result.relative <= 0.25 * state.relative)) & (reach <= _REACH)
 
 
 def _accuracy(state: State, target: float) -> Tensor:
@@ -122,25 +153,21 @@ def _accuracy(state: State, target: float) -> Tensor:
 
 
 def _repeat(
-    problem: Problem, factor: Factor, state: State, which: Tensor, target: float, times: int
+    problem: Problem, factor: Factor | SharedFactor, state: State, which: Tensor, target: float
 ) -> State:
-    """More steps with the same factor while each gains a digit."""
-    index = (which & (state.relative > target)).nonzero().squeeze(-1)
-    if times == 0 or len(index) == 0:
-        return state
-    before, whole = state, len(index) == len(which)
-    if not whole:
-        problem, factor, before = problem.take(index), factor.rows(index), state.rows(index)
-    step = factor.solve(problem.rows.restrict(before.residual))
-    after = problem.state(before.multipliers - step)
-    gains = after.relative < 0.1 * before.relative
-    worse = (~(gains | (after.relative < before.relative))).nonzero().squeeze(-1)
-    if len(worse):
-        after.write(worse, before.rows(worse))
-    after = _repeat(problem, factor, after, gains, target, times - 1)
-    if whole:
-        return after
-    state.write(index, after)
+    """More steps with the same factor, for the samples in `which` while each gains a digit."""
+    for _ in range(_CHORDS):
+        which = which & (state.relative > target)
+        if not bool(which.any()):
+            break
+        step = factor.solve(problem.rows.restrict(state.residual))
+        step.masked_fill_(~which.unsqueeze(-1), 0)
+        after = problem.state(state.multipliers - step)
+        worse = (which & ~(after.relative < state.relative)).nonzero().squeeze(-1)
+        if len(worse):
+            after.write(worse, state.rows(worse))
+        which = which & (after.relative < 0.1 * state.relative)
+        state = after
     return state
 
 
