@@ -59,10 +59,12 @@ class SharedFactor:
             rhs = rhs.masked_fill(self.left_out, 0)
         return self.inverse.apply(rhs)
 
+    def rows(self, index: Tensor) -> "SharedFactor":
+        """The samples at `index`."""
+        return self
 
-def share(
-    A: DenseMap, w: Float[Tensor, "K"], left_out: Bool[Tensor, "I"] | None
-) -> SharedFactor:
+
+def share(A: DenseMap, w: Float[Tensor, "K"], left_out: Bool[Tensor, "I"] | None) -> SharedFactor:
     """`factorise` for all samples at once.
 
     >>> A, w = DenseMap(torch.ones(1, 4)), torch.ones(4)

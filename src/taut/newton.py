@@ -12,7 +12,7 @@ from taut.dual import Dual
 from taut.rows import Rows
 from taut.solution import Status
 from taut.solver import Outcome, Solver, relative, rounding_scale
-from taut.step import Problem, State, newton_step
+from taut.step import Problem, State, newton_step, worth_leaving_out
 
 
 @final
@@ -63,11 +63,6 @@ class _Progress(NamedTuple):
         return _Progress(place, status, iterations, best, stalls, proofs)
 
 
-def _worth_leaving_out(count: int, state: State) -> bool:
-    """Is it cheaper to copy the `count` samples still open than to carry the others along?"""
-    return count <= 0.7 * len(state.u) and state.u.numel() >= 2**14
-
-
 @final
 @dataclass(frozen=True)
 class Newton(Solver):
@@ -107,7 +102,7 @@ class Newton(Solver):
         if len(init) == 0:
             return Outcome.like(dual, init)
         target = self.tol or max(2 * eps, 8 * torch.finfo(init.dtype).eps)
-        problem = Problem(dual, rows, _size_of_b(dual), share=min(1.0, self._floor / target))
+        problem = Problem(dual, rows, _size_of_b(dual), share=1.0 if target < 1e-12 else 0.01)
         state = _start(problem, init)
         progress, outcome = _Progress.start(state), None
         for iteration in range(self.max_iterations + 1):
@@ -116,7 +111,7 @@ class Newton(Solver):
                 status = status.where(status >= 0, int(Status.MAX_ITERATIONS))
             progress = progress.after(state, status, proofs, iteration)
             count = int(progress.open.sum())
-            if count == 0 or _worth_leaving_out(count, state):
+            if count == 0 or worth_leaving_out(count, state):
                 multipliers = _smallest(problem, state, eps)
                 if progress.proofs is not None:
                     proven = (progress.status == Status.INFEASIBLE).unsqueeze(-1)
@@ -167,8 +162,8 @@ class Newton(Solver):
             contradicts = _contradicts(problem, state)
             status = status.where(converged | ~contradicts, int(Status.INCONSISTENT))
         proofs = None
-        if iteration > 1:
-            still = progress.open & (status < 0)
+        still = progress.open & (status < 0) & (stalls > 0)
+        if iteration > 1 and bool(still.any()):
             proven, proofs = _certificates(problem, state, still, eps)
             status = status.where(~proven, int(Status.INFEASIBLE))
         return status.where(state.relative < torch.inf, int(Status.NONFINITE)), proofs

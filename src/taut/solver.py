@@ -67,4 +67,6 @@ def relative(residual: Tensor, scale: Tensor) -> Tensor:
     """max_i |A z − b|_i over its scale, for each sample."""
     if residual.shape[-1] == 0:
         return residual.new_zeros(residual.shape[:-1])
-    return residual.abs().div_(scale.clamp_min(torch.finfo(scale.dtype).tiny)).amax(-1)
+    # Not 0/0; and a scale that has overflowed must not make every residual small.
+    limits = torch.finfo(scale.dtype)
+    return residual.abs().div_(scale.clamp(limits.tiny, 1e-8 * limits.max)).amax(-1)

@@ -28,7 +28,7 @@ from taut.sparse import SparseMap
 # u moves at most this far in the first trial of a line search: σ is another function there.
 _REACH = 5.0
 # Further steps with one factor, as long as each gains a digit: they cost a fraction of a new one.
-_CHORDS = 2
+_CHORDS = 5
 # Trials in a line search; each shortens a step that is too long by half or more.
 _TRIALS = 40
 
@@ -104,7 +104,7 @@ def newton_step(
         w = w.masked_fill(closed.unsqueeze(-1), 1)
     factor, exact, rough = None, None, problem.rows.rough
     if problem.dual.activation.straight and isinstance(problem.rows.basis, DenseMap):
-        factor = share(problem.rows.basis, problem.slopes(state.u[0]), problem.rows.left_out)
+        factor = share(problem.rows.basis, w[0], problem.rows.left_out)
         step = factor.solve(problem.rows.restrict(state.residual))
     elif rough is not None:
         accuracy = _accuracy(state, target)
@@ -118,8 +118,8 @@ def newton_step(
     if closed is not None:
         step.masked_fill_(closed.unsqueeze(-1), 0)
     result = problem.state(state.multipliers + step)
-    bad = ~_good(problem, state, step, result)
-    bad = bad if closed is None else bad & ~closed
+    good = _good(problem, state, step, result)
+    bad = ~good if closed is None else ~(good | closed)
     index = bad.nonzero().squeeze(-1)
     if len(index):
         if exact is not None:
@@ -130,10 +130,10 @@ def newton_step(
         result.write(index, _search(part, before, _tame(part, before, step[index])))
     if factor is None:
         return result
-    # A step with the old factor gains about as much as the last one did: take it where two are
-    # all that is needed, for two new factors would gain the same.
-    gain = 4 * result.relative / state.relative
-    close = result.relative * gain.square() <= target
+    # A step with the old factor gains about as much as the last one did: take such steps where
+    # they are enough.
+    gain = 2 * result.relative / state.relative
+    close = good & (result.relative * gain**_CHORDS <= target)
     return _repeat(problem, factor, result, close if closed is None else close & ~closed, target)
 
 
@@ -142,8 +142,7 @@ def _good(problem: Problem, state: State, step: Tensor, result: State) -> Tensor
     reach = (result.u - state.u).abs_().amax(-1)
     first = (step * problem.rows.restrict(state.residual)).sum(-1).abs_()
     h = (step * problem.rows.restrict(result.residual)).sum(-1)
-    level = (h <= 0.5 * first) & (h >= -0.3 * first)
-    return (level | (result.relative <= 0.25 * state.relative)) & (reach <= _REACH)
+    return (h.abs_() <= 0.4 * first) & (reach <= _REACH)
 
 
 def _accuracy(state: State, target: float) -> Tensor:
@@ -153,22 +152,38 @@ def _accuracy(state: State, target: float) -> Tensor:
 
 
 def _repeat(
-    problem: Problem, factor: Factor | SharedFactor, state: State, which: Tensor, target: float
+    problem: Problem,
+    factor: Factor | SharedFactor,
+    state: State,
+    which: Tensor,
+    target: float,
+    times: int = _CHORDS,
 ) -> State:
     """More steps with the same factor, for the samples in `which` while each gains a digit."""
-    for _ in range(_CHORDS):
-        which = which & (state.relative > target)
-        if not bool(which.any()):
-            break
-        step = factor.solve(problem.rows.restrict(state.residual))
+    which = which & (state.relative > target)
+    count = int(which.sum())
+    if count == 0 or times == 0:
+        return state
+    if worth_leaving_out(count, state):
+        index = which.nonzero().squeeze(-1)
+        part, which = state.rows(index), which[index]
+        problem, factor = problem.take(index), factor.rows(index)
+        state.write(index, _repeat(problem, factor, part, which, target, times))
+        return state
+    step = factor.solve(problem.rows.restrict(state.residual))
+    if count < len(which):
         step.masked_fill_(~which.unsqueeze(-1), 0)
-        after = problem.state(state.multipliers - step)
-        worse = (which & ~(after.relative < state.relative)).nonzero().squeeze(-1)
-        if len(worse):
-            after.write(worse, state.rows(worse))
-        which = which & (after.relative < 0.1 * state.relative)
-        state = after
-    return state
+    after = problem.state(state.multipliers - step)
+    gains = which & (after.relative < 0.1 * state.relative)
+    worse = (which & ~(after.relative < state.relative)).nonzero().squeeze(-1)
+    if len(worse):
+        after.write(worse, state.rows(worse))
+    return _repeat(problem, factor, after, gains, target, times - 1)
+
+
+def worth_leaving_out(count: int, state: State) -> bool:
+    """Is it cheaper to copy `count` samples than to carry the others along?"""
+    return count <= 0.7 * len(state.u) and state.u.numel() >= 2**14
 
 
 def _tame(problem: Problem, state: State, step: Tensor) -> Tensor:
