@@ -76,11 +76,18 @@ def _check_damage(block: Block, answer: Answer) -> dict[str, Mask]:
     return {
         "a row with NaN or inf is called NONFINITE": ~block.finite & ~named,
         "NONFINITE is said of finite input only where it overflows": (
-            named & block.finite & ~overflows(block)
+            named & block.finite & ~overflows(block) & _fits(block, answer)
         ),
         "the status is one of the five": ~known,
         "z and multipliers are finite unless NONFINITE": decided & ~numbers,
     }
+
+
+def _fits(block: Block, answer: Answer) -> Mask:
+    """z and |A||z| as returned are numbers of the dtype."""
+    z = np.abs(answer.z.astype(np.float64))
+    top = float(np.finfo(block.dtype).max)
+    return (z <= top).all(1) & (dot(np.abs(block.A.astype(np.float64)), z) <= top).all(1)
 
 
 def overflows(block: Block) -> Mask:

@@ -142,7 +142,7 @@ def _promised(block: Block) -> NDArray[np.bool_]:
         return np.zeros(len(block), bool)
     calm = np.abs(block.v).max(1) <= limits[label]
     tame = block.start != STARTS.index("random")
-    return calm & tame & (block.target == TARGETS.index("interior"))
+    return block.finite & calm & tame & (block.target == TARGETS.index("interior"))
 
 
 _COLUMNS = {

@@ -13,11 +13,15 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
+from taut.pairs import Pairs
+
 # A BLAS may sum a matrix of very few rows, or of one column, in another order than a larger one.
 # Padding to this many keeps a sample's bits the same whatever the batch around it.
 _MIN_ROWS, _MIN_COLUMNS = 16, 2
 _TABLE_LIMIT = 2**22  # entries of the table of row products; beyond it, blocks of samples
 _BLOCK_LIMIT = 2**24
+# From this size on, an A of which so small a part of all pairs is not zero is not treated as full.
+_SMALL, _FEW = 2**12, 64
 
 
 class LinearMap(ABC):
@@ -113,12 +117,28 @@ class DenseMap(LinearMap):
 
     def gram(self, s: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I I"]:
         rows, columns = self.data.shape
+        if self._pairs is not None:
+            pairs, values = self._pairs
+            flat = s.reshape(s.shape[:-1].numel(), columns)
+            return pairs.gram(values, flat).reshape(*s.shape[:-1], rows, rows)
         if rows * rows * columns <= _TABLE_LIMIT:
             return _multiply(s, self._products).reshape(*s.shape[:-1], rows, rows)
         flat = s.reshape(s.shape[:-1].numel(), columns)
         blocks = flat.split(max(1, _BLOCK_LIMIT // (rows * columns)))
         grams = [(self.data * block.unsqueeze(-2)) @ self.data.mT for block in blocks]
         return torch.cat(grams).reshape(*s.shape[:-1], rows, rows)
+
+    @cached_property
+    def _pairs(self) -> tuple[Pairs, Tensor] | None:
+        """The pairs of non-zeros in a column, where they are few."""
+        rows, columns = self.data.shape
+        if rows * columns < _SMALL or self.data.requires_grad:
+            return None
+        counts = torch.count_nonzero(self.data, dim=0)
+        if int(counts.square().sum()) * _FEW > rows * rows * columns:
+            return None
+        row, column = self.data.nonzero(as_tuple=True)
+        return Pairs.of(row, column, (rows, columns)), self.data[row, column]
 
     @cached_property
     def _products(self) -> Tensor:
@@ -154,6 +174,9 @@ class BatchedMap(LinearMap):
     data: Float[Tensor, "*batch I K"]
 
     def apply(self, z: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I"]:
+        if self.data.ndim == 3 and len(self.data) == 1:
+            # A BLAS may sum a single matrix in another order than one of several.
+            return BatchedMap(self.data.expand(2, -1, -1).clone()).apply(z.expand(2, -1))[:1]
         return (self.data @ z.unsqueeze(-1)).squeeze(-1)
 
     def adjoint(self, multipliers: Float[Tensor, "*batch I"]) -> Float[Tensor, "*batch K"]:

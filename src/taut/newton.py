@@ -69,7 +69,8 @@ class Newton(Solver):
     """Newton's method with a line search on the slope of D; the default.
 
     Each sample stops by itself when |A z − b| is within `tol` of |b| + |A||z|; None asks for the
-    rounding level of v's dtype. Finished samples cost nothing more.
+    rounding level of v's dtype. Finished samples stand still, and are left out where that is
+    cheaper.
 
     The solve runs in float64 whatever the dtype of v: that costs little, and a float32 z is then
     the rounding of the right one. `dtype=None` solves in the dtype of v, for hardware that is slow
@@ -86,7 +87,7 @@ class Newton(Solver):
     dtype: torch.dtype | None = torch.float64
 
     # The loosest level at which a residual that has stopped falling counts as rounding.
-    _floor = 1e-13
+    _floor = 3e-14
 
     def __post_init__(self) -> None:
         if self.tol is not None and not self.tol > 0:
@@ -177,7 +178,7 @@ class Newton(Solver):
         kept = relative(state.residual.masked_fill(left_out, 0), scale)
         solved = (kept <= 8 * torch.finfo(scale.dtype).eps) & left_out.any(-1) & (status < 0)
         # Of numbers given to eps, more than that cannot be asked of the rows left out.
-        alike = relative(state.residual, scale) <= max(16 * eps, self._floor)
+        alike = relative(state.residual, problem.rows.folded(scale)) <= max(16 * eps, self._floor)
         status = status.where(~(solved & alike), int(Status.CONVERGED))
         contradictory = (status < 0) & (contradictory | solved)
         return status.where(~contradictory, int(Status.INCONSISTENT))
@@ -199,13 +200,15 @@ def _lower(problem: Problem, state: State) -> State:
     """A better start where exp begins far too high, if there is one.
 
     Only the part of v in the null space of A matters, so the rest can be taken out; and then
-    u can move down as one: v → v − Aᵀ(AAᵀ)⁻¹A(v + s·1), first with s = 0, then s = max u.
+    u can move down as one: v → v − Aᵀ(AAᵀ)⁻¹A(v + s·1), first with s = 0, then s = max u. Before
+    that, λ = 0: a start that was given may be the culprit.
     """
-    shift, v = torch.zeros_like(state.u[:, :1]), problem.dual.v
-    for _ in range(2):
-        multipliers = problem.direction(torch.ones_like(v), problem.dual.A.apply(v + shift))
+    v = problem.dual.v
+    multipliers = torch.zeros_like(state.multipliers)
+    for attempt in range(3):
         trial = problem.state(multipliers)
-        shift = trial.u.amax(-1, keepdim=True)
+        shift = torch.zeros_like(v[:, :1]) if attempt == 0 else trial.u.amax(-1, keepdim=True)
+        multipliers = problem.direction(torch.ones_like(v), problem.dual.A.apply(v + shift))
         size, before = (x.residual.abs().amax(-1).nan_to_num(torch.inf) for x in (trial, state))
         better = (size < before).nonzero().squeeze(-1)
         state.write(better, trial.rows(better))

@@ -60,6 +60,7 @@ class Rows:
     transform: Float[Tensor, "*n I I"] | None
     projector: Float[Tensor, "*n I I"] | None
     condition: Float[Tensor, "*n"]
+    own: Bool[Tensor, "*n"] | None = None  # with a transform: the samples that keep A itself
     rough: "Rough | None" = None
     fold: Float[Tensor, "*n I I"] | None = None  # each row left out as a combination of the others
 
@@ -73,9 +74,14 @@ class Rows:
 
     def enter(self, A: LinearMap, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """Multipliers of Q from those of A; rows left out get none."""
-        if self.transform is not None:
-            return self.basis.apply(A.adjoint(multipliers))
-        return multipliers if self.fold is None else _transform(multipliers, self.fold.mT)
+        folded = multipliers if self.fold is None else _transform(multipliers, self.fold.mT)
+        if self.own is None:
+            return folded
+        return torch.where(self.own.unsqueeze(-1), folded, self.basis.apply(A.adjoint(multipliers)))
+
+    def folded(self, scale: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        """For each row the size of what it is made of: of the rows that imply it, if left out."""
+        return scale if self.fold is None else _transform(scale, self.fold.abs())
 
     def leave(self, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """Multipliers of A from those of Q. Redundant rows allow many: `project` the smallest."""
@@ -92,7 +98,8 @@ class Rows:
             for x in (self.left_out, self.transform, self.projector, self.fold)
         )
         basis, condition = self.basis.rows(index), self.condition[index]
-        return Rows(basis, left_out, transform, projector, condition, fold=fold)
+        own = None if self.own is None else self.own[index]
+        return Rows(basis, left_out, transform, projector, condition, own, fold=fold)
 
 
 def _transform(x: Tensor, matrix: Tensor) -> Tensor:
@@ -124,7 +131,7 @@ def analyse(A: Float[Tensor, "*n I K"], precision: float) -> Rows:
             inverse = torch.cholesky_inverse(factor)
             single = DenseMap(unit.float()), DenseMap(inverse.float())
             rough = Rough(*single, norms.squeeze(-1))
-        return Rows(dense_map(A), None, None, None, smallest.reciprocal(), rough)
+        return Rows(dense_map(A), None, None, None, smallest.reciprocal(), rough=rough)
     rows = _orthonormalise(A, unit, norms, precision)
     worst = rows.condition.max().item()
     if worst * precision**0.5 > 1:
@@ -181,14 +188,15 @@ def _orthonormalise(A: Tensor, unit: Tensor, norms: Tensor, precision: float) ->
         return Rows(dense_map(A), left_out, None, projector, smallest.reciprocal(), fold=fold)
     # A good sample keeps its own rows: products with the identity are exact, so its neighbours
     # change none of its bits.
-    good = good[..., None, None]
+    own = good[..., None, None]
     identity = torch.eye(rows, dtype=A.dtype, device=A.device) * kept[..., None, :]
     return Rows(
-        dense_map(torch.where(good, A, orthonormal)),
+        dense_map(torch.where(own, A * kept.unsqueeze(-1), orthonormal)),
         left_out,
-        torch.where(good, identity, transform),
+        torch.where(own, identity, transform),
         projector,
         smallest.reciprocal(),
+        good,
         fold=fold,
     )
 

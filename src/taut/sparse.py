@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from taut.linear import LinearMap
+from taut.pairs import Pairs
 
 _DENSE_GRAM = 2048  # rows up to which A diag(s) Aᵀ is formed; beyond, it is only applied
-_PAIRS_LIMIT = 2**25
 
 
 @final
@@ -47,30 +47,9 @@ class Pattern:
             return (matrix @ x.mT).mT
 
     @cached_property
-    def _pairs(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For every pair of non-zeros in one column: both places, and the column."""
-        order = self._by_column
-        counts = torch.bincount(self.columns, minlength=self.shape[1])
-        first = torch.cumsum(counts, 0) - counts
-        size = counts.square()
-        column = torch.repeat_interleave(torch.arange(len(counts), device=size.device), size)
-        within = torch.arange(len(column), device=size.device) - (size.cumsum(0) - size)[column]
-        left = first[column] + within // counts[column].clamp_min(1)
-        right = first[column] + within % counts[column].clamp_min(1)
-        return order[left], order[right], column
-
-    def gram(self, values: Tensor, s: Tensor) -> Tensor:
-        """A diag(s) Aᵀ as dense (n, I, I)."""
-        left, right, column = self._pairs
-        size = self.shape[0]
-        place = self.rows[left] * size + self.rows[right]
-        weight = values[left] * values[right]
-        result = s.new_zeros(len(s), size * size)
-        for block in torch.arange(len(s), device=s.device).split(
-            max(1, _PAIRS_LIMIT // len(place) or 1)
-        ):
-            result[block] = result[block].index_add(1, place, s[block][:, column] * weight)
-        return result.reshape(len(s), size, size)
+    def pairs(self) -> Pairs:
+        """The pairs of non-zeros that share a column."""
+        return Pairs.of(self.rows, self.columns, self.shape)
 
 
 def _starts(sorted_or_not: Tensor, size: int) -> Tensor:
@@ -140,7 +119,8 @@ class SparseMap(LinearMap):
         return cast(Tensor, _Product.apply(self.data, multipliers, self.pattern, True))
 
     def gram(self, s: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I I"]:
-        return self.pattern.gram(self.data, s)
+        flat = s.reshape(s.shape[:-1].numel(), s.shape[-1])
+        return self.pattern.pairs.gram(self.data, flat).reshape(*s.shape[:-1], *[self.shape[0]] * 2)
 
     def gram_diagonal(self, s: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I"]:
         """The diagonal of A diag(s) Aᵀ."""
