@@ -87,7 +87,7 @@ class Newton(Solver):
     dtype: torch.dtype | None = torch.float64
 
     # The loosest level at which a residual that has stopped falling counts as rounding.
-    _floor = 3e-14
+    _floor = 1e-13
 
     def __post_init__(self) -> None:
         if self.tol is not None and not self.tol > 0:
@@ -153,7 +153,8 @@ class Newton(Solver):
         if bool(near.any()):
             # Is what is left the rounding of u, or has it stopped falling?
             level = relative(state.residual, rounding_scale(problem.dual, state.u, state.z))
-            coarse = (4 * own * problem.rows.condition.nan_to_num(torch.inf)).clamp(max=floor)
+            condition = problem.rows.condition.nan_to_num(torch.inf)
+            coarse = torch.where(condition > 1e4, floor, max(4 * own, 0.3 * self._floor))
             stuck = ((level <= 4 * own) & (stalls > 0)) | ((level <= coarse) & (stalls > 2))
             converged = converged | (near & ((level <= own) | stuck))
         status = (~converged).long().neg_()  # CONVERGED is 0
