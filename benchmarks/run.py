@@ -241,6 +241,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="*", type=int, help="only sizes with this first number")
     parser.add_argument("--budget", type=float, default=5.0, help="seconds per measurement")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="for all alike")
+    parser.add_argument("--add", action="store_true", help="keep what the file has of the others")
     parser.add_argument("--output", default="side_by_side", help="name of the files in results/")
     return parser.parse_args()
 
@@ -261,6 +262,9 @@ def main() -> None:
         "load": os.getloadavg()[0],
     }
     records: list[dict[str, Any]] = []
+    if options.add and path.exists():
+        known = json.loads(path.read_text())["records"]
+        records = [r for r in known if r["family"] not in (options.families or [])]
     print(
         f"{'problem':<26}| {'size':>9} | {'N':>4} | {'who':<31}| forward ms | backward ms"
         "| error z | error gradient | residual | ratio to taut     (* from fewer rows)"
