@@ -15,7 +15,7 @@ from fuzzing.checks import Answer, check_rows
 from fuzzing.proofs import prove
 from fuzzing.tally import Failure, Tally, count_block
 
-PATIENCE = 60  # seconds after which a block counts as hanging
+PATIENCE = 180  # seconds after which a block counts as hanging
 _BITS_EVERY = 7  # coprime to the number of activations, so that all get their turn
 
 

@@ -154,8 +154,8 @@ class Newton(Solver):
             # Is what is left the rounding of u, or has it stopped falling?
             level = relative(state.residual, rounding_scale(problem.dual, state.u, state.z))
             condition = problem.rows.condition.nan_to_num(torch.inf)
-            coarse = torch.where(condition > 1e4, floor, max(4 * own, 0.3 * self._floor))
-            stuck = ((level <= 4 * own) & (stalls > 0)) | ((level <= coarse) & (stalls > 2))
+            coarse = torch.where(condition > 1e4, floor, 4 * own)
+            stuck = ((level <= 2 * own) & (stalls > 0)) | ((level <= coarse) & (stalls > 2))
             converged = converged | (near & ((level <= own) | stuck))
         status = (~converged).long().neg_()  # CONVERGED is 0
         if problem.rows.left_out is not None:
