@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 import taut
+from growth import best
 from taut import activations, factor, linear, step
 
 SIZES = [(10, 4), (64, 8), (100, 50)]
@@ -60,16 +61,6 @@ class Clock:
         factor.Factor.solve = self.timed("factorisation", factor.Factor.solve)
         step.solve_gram_roughly = self.timed("factorisation", factor.solve_gram_roughly)
         step._search = self.timed("line search", step._search)
-
-
-def best(function: Callable, seconds: float = 0.5) -> float:
-    function()
-    times, start = [], time.perf_counter()
-    while time.perf_counter() - start < seconds:
-        begin = time.perf_counter()
-        function()
-        times.append(time.perf_counter() - begin)
-    return min(times)
 
 
 def floor(v: torch.Tensor, A: torch.Tensor, iterations: float) -> float:

@@ -80,9 +80,8 @@ class Multipliers(torch.autograd.Function):
             z = z.where(finite.unsqueeze(-1), task.activation.sigma(u))
         u, z, status = u.reshape(v.shape), z.reshape(v.shape), status.reshape(batch)
         if task.on_failure == "raise" and bool((status != Status.CONVERGED).any()):
-            residual = task.map(data).apply(z) - b
-            residual = residual.abs().amax(-1)
             problem = Dual(task.activation, task.map(data), v, b)
+            residual = problem.residual(z).abs().amax(-1)
             raise SolveError(_raised(status, residual, problem), status, residual)
         return (
             multipliers.reshape(b.shape),

@@ -119,8 +119,7 @@ class DenseMap(LinearMap):
         rows, columns = self.data.shape
         if self._pairs is not None:
             pairs, values = self._pairs
-            flat = s.reshape(s.shape[:-1].numel(), columns)
-            return pairs.gram(values, flat).reshape(*s.shape[:-1], rows, rows)
+            return pairs.gram(values, s)
         if rows * rows * columns <= _TABLE_LIMIT:
             return _multiply(s, self._products).reshape(*s.shape[:-1], rows, rows)
         flat = s.reshape(s.shape[:-1].numel(), columns)

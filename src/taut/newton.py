@@ -42,7 +42,9 @@ class _Progress(NamedTuple):
     ) -> "_Progress":
         """With the verdicts of this iteration; earlier ones stand."""
         fresh = self.open & (status >= 0)
-        if proofs is not None and self.proofs is not None:
+        if proofs is None:
+            proofs = self.proofs
+        elif self.proofs is not None:
             proofs = torch.where(fresh.unsqueeze(-1), proofs, self.proofs)
         return _Progress(
             self.place,
@@ -50,7 +52,7 @@ class _Progress(NamedTuple):
             self.iterations.masked_fill(fresh, iteration),
             torch.minimum(self.best, state.relative),
             self.stalled(state),
-            proofs if self.proofs is None or proofs is not None else self.proofs,
+            proofs,
         )
 
     def stalled(self, state: State) -> Int[Tensor, "n"]:
@@ -205,11 +207,13 @@ def _lower(problem: Problem, state: State) -> State:
     that, λ = 0: a start that was given may be the culprit.
     """
     v = problem.dual.v
-    multipliers = torch.zeros_like(state.multipliers)
+    multipliers, shift = torch.zeros_like(state.multipliers), torch.zeros_like(v[:, :1])
     for attempt in range(3):
+        if attempt > 0:
+            multipliers = problem.direction(torch.ones_like(v), problem.dual.A.apply(v + shift))
         trial = problem.state(multipliers)
-        shift = torch.zeros_like(v[:, :1]) if attempt == 0 else trial.u.amax(-1, keepdim=True)
-        multipliers = problem.direction(torch.ones_like(v), problem.dual.A.apply(v + shift))
+        if attempt > 0:
+            shift = trial.u.amax(-1, keepdim=True)
         size, before = (x.residual.abs().amax(-1).nan_to_num(torch.inf) for x in (trial, state))
         better = (size < before).nonzero().squeeze(-1)
         state.write(better, trial.rows(better))

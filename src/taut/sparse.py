@@ -119,8 +119,7 @@ class SparseMap(LinearMap):
         return cast(Tensor, _Product.apply(self.data, multipliers, self.pattern, True))
 
     def gram(self, s: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I I"]:
-        flat = s.reshape(s.shape[:-1].numel(), s.shape[-1])
-        return self.pattern.pairs.gram(self.data, flat).reshape(*s.shape[:-1], *[self.shape[0]] * 2)
+        return self.pattern.pairs.gram(self.data, s)
 
     def gram_diagonal(self, s: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I"]:
         """The diagonal of A diag(s) Aᵀ."""

@@ -110,7 +110,9 @@ def newton_step(
         accuracy = _accuracy(state, target)
         step, exact = solve_gram_roughly(problem.rows, rough, w, state.residual, accuracy)
     elif problem.iterative:
-        step = problem.direction(w, state.residual).neg_()
+        step = solve_gram(
+            problem.rows.basis, w, problem.rows.restrict(state.residual), problem.rows.left_out
+        )
     else:
         factor = factorise(problem.rows.basis, w, problem.rows.left_out)
         step = factor.solve(problem.rows.restrict(state.residual))
