@@ -108,6 +108,8 @@ class Activation:
     range: Interval
     form: "Affine | None" = field(default=None, repr=False)  # how a derived row was made
     straight: bool = field(default=False, repr=False)  # is σ a line? Then σ' knows nothing of u
+    # Rows for some coordinates each, where that is what this row is.
+    parts: "tuple[tuple[Activation, Tensor], ...] | None" = field(default=None, repr=False)
 
     def output(self, u: Tensor) -> Tensor:
         """σ(u) whose derivative is `slope`, which keeps its digits where σ has saturated.

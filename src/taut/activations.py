@@ -365,6 +365,7 @@ def mixed(activations: Sequence[str | Activation]) -> Activation:
         inverse=partial(mixture, function="inverse"),
         psi=partial(mixture, function="psi"),
         range=Interval(lower, upper),
+        parts=tuple(zip(rows, coordinates, strict=True)),
     )
 
 

@@ -1,6 +1,7 @@
 """The solve as a differentiable function of v, A and b, by the implicit function theorem."""
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, final
 
@@ -10,10 +11,13 @@ from torch import Tensor
 from taut.activation import Activation
 from taut.dual import Dual
 from taut.factor import share, solve_gram
+from taut.kernel import LIMIT, Kernel
 from taut.linear import DenseMap, LinearMap, dense_map
+from taut.newton import smallest
 from taut.rows import Rows, analyse, unexamined
 from taut.solution import SolveError, Status, explain
-from taut.solvers import Solver
+from taut.solver import Outcome
+from taut.solvers import Newton, Solver
 from taut.sparse import Pattern, SparseMap
 
 OnFailure = Literal["raise", "return"]
@@ -29,7 +33,7 @@ class Task:
     rows: Rows | None  # what is known of A; None to have it worked out
     pattern: Pattern | None  # where the non-zeros of a sparse A are
     on_failure: OnFailure
-    batch_ndim: int
+    group_size: int = 1  # so many consecutive samples are a group, for solvers that go by groups
 
     def map(self, data: Tensor) -> LinearMap:
         """A, from the tensor that carries its gradient."""
@@ -42,13 +46,14 @@ class Task:
 
 def examine(A: LinearMap, solver: Solver) -> Rows:
     """What depends on A alone; `Projection` does it once for all batches."""
-    data = A.data.detach()
-    data = data.where(data.isfinite(), 0).to(solver.dtype or data.dtype)
+    data, finite = A.data.detach(), A.data.isfinite()
+    data = data.where(finite, 0).to(solver.dtype or data.dtype)
     if isinstance(A, SparseMap):
         return unexamined(SparseMap(data, A.pattern))
     if data.ndim > 2:
         data = data.reshape(data.shape[:-2].numel(), *data.shape[-2:])
-    return analyse(data, torch.finfo(A.data.dtype).eps)
+    rows = analyse(data, torch.finfo(A.data.dtype).eps)
+    return rows if bool(finite.all()) else replace(rows, kernels=None)
 
 
 @final
@@ -61,35 +66,25 @@ class Multipliers(torch.autograd.Function):
 
     @staticmethod
     def forward(v: Tensor, data: Tensor, b: Tensor, init: Tensor, task: Task) -> tuple:
-        batch = v.shape[:-1]
+        batch, n = v.shape[:-1], v.shape[:-1].numel()
         rows = task.examined(data)
-        dual, finite = _problems(v, data, b, task, rows)
-        start = _usable(dual, init.reshape(dual.b.shape).to(dual.b.dtype))
-        size = batch[-1] if task.batch_ndim else 1
-        outcome = task.solver.solve(dual, rows, start, size, torch.finfo(v.dtype).eps)
-        status = outcome.status
-        multipliers, u, z = (x.to(v.dtype) for x in (outcome.multipliers, outcome.u, outcome.z))
-        terms = dual.A.abs().apply(outcome.z.abs()).to(v.dtype)
-        if not _all_finite(multipliers, z, terms):  # too large for the dtype of v
-            fits = _finite_rows(multipliers) & _finite_rows(z) & _finite_rows(terms)
-            status = status.where(fits, int(Status.NONFINITE))
-        if finite is not None:
-            status = status.where(finite, int(Status.NONFINITE))
-            multipliers = multipliers.where(finite.unsqueeze(-1), 0)
-            u = u.where(finite.unsqueeze(-1), v.reshape(u.shape))
-            z = z.where(finite.unsqueeze(-1), task.activation.sigma(u))
-        u, z, status = u.reshape(v.shape), z.reshape(v.shape), status.reshape(batch)
-        if task.on_failure == "raise" and bool((status != Status.CONVERGED).any()):
-            problem = Dual(task.activation, task.map(data), v, b)
-            residual = problem.residual(z).abs().amax(-1)
+        flat = (v.reshape(n, v.shape[-1]), b.reshape(n, b.shape[-1]), init.reshape(n, b.shape[-1]))
+        if data.ndim > 2:
+            data = data.reshape(n, *data.shape[-2:])
+        found = _quickly(*flat, data, task, rows) or _solve(*flat, data, task, rows)
+        u, z, status = found.u.reshape(v.shape), found.z.reshape(v.shape), found.status
+        status = status.reshape(batch)
+        if task.on_failure == "raise" and bool(status.any()):
+            problem = Dual(task.activation, task.map(data), *flat[:2])
+            residual = problem.residual(found.z).abs().amax(-1).reshape(batch)
             raise SolveError(_raised(status, residual, problem), status, residual)
         return (
-            multipliers.reshape(b.shape),
+            found.multipliers.reshape(b.shape),
             u,
             z,
-            outcome.iterations.reshape(batch),
+            found.iterations.reshape(batch),
             status,
-            rows.condition.expand(batch.numel()).reshape(batch).to(v.dtype),
+            rows.condition.expand(n).reshape(batch).to(v.dtype),
         )
 
     @staticmethod
@@ -105,25 +100,12 @@ class Multipliers(torch.autograd.Function):
         if all(g is None for g in grads):  # `matched_loss` needs nothing from here
             return None, None, None, None, None
         data, multipliers, u, status = ctx.saved_tensors
-        # A failed sample has zero gradient, and nothing of it may reach its neighbours.
-        ok = (status == Status.CONVERGED).unsqueeze(-1)
-        zero = torch.zeros((), dtype=u.dtype, device=u.device)
-        g_multipliers, g_u, g_z = (
-            torch.zeros_like(x) if g is None else torch.where(ok, g, zero)
-            for g, x in zip(grads[:3], (multipliers, u, u), strict=True)
-        )
-        multipliers, u = torch.where(ok, multipliers, zero), torch.where(ok, u, zero)
-        data = torch.where(data.isfinite(), data, zero)
-        activation, A = ctx.task.activation, ctx.task.map(data)
-        w, z = activation.slope(u), activation.output(u)
-        g_u = g_u + w * g_z
-        s = GramSolve.apply(w, data, A.apply(g_u) + g_multipliers, ctx.task)
-        s = torch.where(ok, s, zero)
-        dv = g_u - w * A.adjoint(s)
-        dA = None
-        if ctx.needs_input_grad[1]:
-            dA = A.outer(multipliers, dv) - A.outer(s, z)
-        return dv, dA, s, None, None
+        if not ctx.needs_input_grad[1]:
+            found = _quick_gradient(data, multipliers, u, status, grads, ctx.task)
+            if found is not None:
+                return found[0], None, found[1], None, None
+        dv, db, outer = _gradient(data, multipliers, u, status, grads, ctx.task)
+        return dv, outer() if ctx.needs_input_grad[1] else None, db, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
@@ -132,6 +114,116 @@ class Multipliers(torch.autograd.Function):
         A, task = _lead_map(A, in_dims[1], v, task)
         outputs = Multipliers.apply(v, A, b, init, task)
         return outputs, (0, 0, 0, 0, 0, 0)
+
+
+def _quickly(
+    v: Tensor, b: Tensor, init: Tensor, data: Tensor, task: Task, rows: Rows
+) -> Outcome | None:
+    """The compiled kernel for the samples it can solve, `_solve` for the others."""
+    solver = task.solver
+    if not isinstance(solver, Newton) or solver.dtype != torch.float64 or not len(v):
+        return None
+    kernel = Kernel.of(rows, task.activation)
+    if kernel is None:
+        return None
+    eps = torch.finfo(v.dtype).eps
+    start = init if rows.fold is None else rows.enter(rows.basis, init.to(rows.fold.dtype))
+    target = solver.target(torch.float64, eps)
+    found = kernel.solve(v, b, start, target, solver.max_iterations)
+    multipliers, status = found.multipliers, torch.zeros_like(found.iterations)
+    if rows.projector is not None:
+        dual = Dual(task.activation, rows.basis, v.to(torch.float64), b)
+        multipliers = smallest(rows, dual, multipliers.to(torch.float64), eps).to(v.dtype)
+    outcome = Outcome(multipliers, found.u, found.z, found.iterations, status)
+    if not found.complete:
+        left = (found.verdict != 1).nonzero().squeeze(-1)
+        near = (found.verdict[left] == 2).unsqueeze(-1)
+        if solver.max_iterations <= LIMIT:  # none are left for it
+            near = near & False
+        init = torch.where(near, multipliers[left].to(init.dtype), init[left])
+        rest = _solve(v[left], b[left], init, data, task, rows)
+        more = torch.where(near.squeeze(-1), found.iterations[left], 0)
+        outcome.write(left, rest._replace(iterations=rest.iterations + more))
+    return outcome
+
+
+def _solve(v: Tensor, b: Tensor, init: Tensor, data: Tensor, task: Task, rows: Rows) -> Outcome:
+    """Any samples by the solver itself, one batch dimension; the result in the dtype of v."""
+    dual, finite = _problems(v, data, b, task, rows)
+    start = _usable(dual, init.to(dual.b.dtype))
+    outcome = task.solver.solve(dual, rows, start, task.group_size, torch.finfo(v.dtype).eps)
+    status = outcome.status
+    multipliers, u, z = (x.to(v.dtype) for x in (outcome.multipliers, outcome.u, outcome.z))
+    terms = dual.A.abs().apply(outcome.z.abs()).to(v.dtype)
+    if not _all_finite(multipliers, z, terms):  # too large for the dtype of v
+        fits = _finite_rows(multipliers) & _finite_rows(z) & _finite_rows(terms)
+        status = status.where(fits, int(Status.NONFINITE))
+    if finite is not None:
+        status = status.where(finite, int(Status.NONFINITE))
+        multipliers = multipliers.where(finite.unsqueeze(-1), 0)
+        u = u.where(finite.unsqueeze(-1), v)
+        z = z.where(finite.unsqueeze(-1), task.activation.sigma(u))
+    return Outcome(multipliers, u, z, outcome.iterations, status)
+
+
+def _gradient(
+    data: Tensor,
+    multipliers: Tensor,
+    u: Tensor,
+    status: Tensor,
+    grads: Sequence[Tensor | None],
+    task: Task,
+) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
+    """∂v, ∂b, and what makes ∂A; differentiable themselves."""
+    # A failed sample has zero gradient, and nothing of it may reach its neighbours.
+    ok = (status == Status.CONVERGED).unsqueeze(-1)
+    zero = torch.zeros((), dtype=u.dtype, device=u.device)
+    g_multipliers, g_u, g_z = (
+        torch.zeros_like(x) if g is None else torch.where(ok, g, zero)
+        for g, x in zip(grads[:3], (multipliers, u, u), strict=True)
+    )
+    multipliers, u = torch.where(ok, multipliers, zero), torch.where(ok, u, zero)
+    data = torch.where(data.isfinite(), data, zero)
+    A, w, z = task.map(data), task.activation.slope(u), task.activation.output(u)
+    g_u = g_u + w * g_z
+    s = GramSolve.apply(w, data, A.apply(g_u) + g_multipliers, task)
+    s = torch.where(ok, s, zero)
+    dv = g_u - w * A.adjoint(s)
+    return dv, s, lambda: A.outer(multipliers, dv) - A.outer(s, z)
+
+
+def _quick_gradient(
+    data: Tensor,
+    multipliers: Tensor,
+    u: Tensor,
+    status: Tensor,
+    grads: Sequence[Tensor | None],
+    task: Task,
+) -> tuple[Tensor, Tensor] | None:
+    """∂v and ∂b by the compiled kernel, where no second derivative is asked for."""
+    if torch.is_grad_enabled() or task.rows is None or any(map(is_transformed, (u, *grads[:3]))):
+        return None
+    rows, kernel = task.rows, Kernel.of(task.rows, task.activation)
+    if kernel is None or (rows.projector is not None and grads[0] is not None):
+        return None
+    n = status.numel()
+    flat, verdicts = u.reshape(n, u.shape[-1]), status.reshape(n)
+    given = [None if g is None else g.reshape(n, g.shape[-1]) for g in grads[:3]]
+    dv, db, left = kernel.backward(flat, given, verdicts)
+    if rows.projector is not None:
+        db = rows.project(db.to(rows.projector.dtype)).to(db.dtype)
+    if left is not None:
+        part = [None if g is None else g[left] for g in given]
+        found = multipliers.reshape(db.shape)[left]
+        more = _gradient(data, found, flat[left], verdicts[left], part, task)
+        dv.index_copy_(0, left, more[0])
+        db.index_copy_(0, left, more[1])
+    return dv.reshape(u.shape), db.reshape(multipliers.shape)
+
+
+def is_transformed(x: Tensor | None) -> bool:
+    """Is x seen through torch.func (vmap, grad), so that its values cannot be looked at?"""
+    return x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
 
 
 def _raised(status: Tensor, residual: Tensor, problem: Dual) -> str:
@@ -151,17 +243,15 @@ def _finite_rows(x: Tensor) -> Tensor:
 def _problems(
     v: Tensor, data: Tensor, b: Tensor, task: Task, rows: Rows
 ) -> tuple[Dual, Tensor | None]:
-    """The batch in one dimension and in the solver's dtype, and which samples are finite.
+    """The batch in the solver's dtype, and which samples are finite.
 
     Those that are not are replaced by problems already solved, so that none has to be left out.
     None says that all are.
     """
-    n, dtype = v.shape[:-1].numel(), task.solver.dtype or v.dtype
-    v, b = v.reshape(n, v.shape[-1]).to(dtype), b.reshape(n, b.shape[-1]).to(dtype)
-    A = rows.basis
+    n, dtype, A = len(v), task.solver.dtype or v.dtype, rows.basis
+    v, b = v.to(dtype), b.to(dtype)
     if rows.transform is not None:
-        given = data.reshape(n, *data.shape[-2:]) if data.ndim > 2 else data
-        A = task.map(given.where(given.isfinite(), 0).to(dtype))
+        A = task.map(data.where(data.isfinite(), 0).to(dtype))
     if _all_finite(v, b, data):
         return Dual(task.activation, A, v, b), None
     whole = data.isfinite()

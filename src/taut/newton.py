@@ -99,12 +99,16 @@ class Newton(Solver):
         if self.dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"dtype must be float32, float64 or None; got {self.dtype!r}.")
 
+    def target(self, dtype: torch.dtype, eps: float) -> float:
+        """The relative residual that is enough, solving in `dtype` for numbers given to `eps`."""
+        return self.tol or max(2 * eps, 8 * torch.finfo(dtype).eps)
+
     def solve(
         self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int, eps: float
     ) -> Outcome:
         if len(init) == 0:
             return Outcome.like(dual, init)
-        target = self.tol or max(2 * eps, 8 * torch.finfo(init.dtype).eps)
+        target = self.target(init.dtype, eps)
         problem = Problem(dual, rows, _size_of_b(dual), share=1.0 if target < 1e-12 else 0.01)
         state = _start(problem, init)
         progress, outcome = _Progress.start(state), None
@@ -115,7 +119,7 @@ class Newton(Solver):
             progress = progress.after(state, status, proofs, iteration)
             count = int(progress.open.sum())
             if count == 0 or worth_leaving_out(count, state):
-                multipliers = _smallest(problem, state, eps)
+                multipliers = smallest(problem.rows, problem.dual, state.multipliers, eps)
                 if progress.proofs is not None:
                     proven = (progress.status == Status.INFEASIBLE).unsqueeze(-1)
                     multipliers = torch.where(proven, progress.proofs, multipliers)
@@ -220,15 +224,15 @@ def _lower(problem: Problem, state: State) -> State:
     return state
 
 
-def _smallest(problem: Problem, state: State, eps: float) -> Tensor:
-    """The multipliers of A: of all that give u, the smallest."""
-    raw = problem.rows.leave(state.multipliers)
-    if problem.rows.projector is None:
+def smallest(rows: Rows, dual: Dual, multipliers: Float[Tensor, "n I"], eps: float) -> Tensor:
+    """The multipliers of A from those of the basis: of all that give u, the smallest."""
+    raw = rows.leave(multipliers)
+    if rows.projector is None:
         return raw
-    least, dual = problem.rows.project(raw), problem.dual
+    least = rows.project(raw)
     # Rows that are redundant only to the precision of A do move u when λ is large.
     moved = dual.A.adjoint(least - raw).abs()
-    scale = dual.A.abs().adjoint(least.abs()) + dual.v.abs()
+    scale = dual.A.abs().adjoint(least.abs() + raw.abs()) + dual.v.abs()
     return torch.where((moved <= 8 * eps * scale).all(-1, keepdim=True), least, raw)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from taut.activation import Activation
 from taut.activations import resolve
 from taut.dual import Dual
-from taut.implicit import Multipliers, OnFailure, Task, examine
+from taut.implicit import Multipliers, OnFailure, Task, examine, is_transformed
 from taut.linear import LinearMap, dense_map
 from taut.rows import Rows
 from taut.solution import Solution
@@ -42,7 +42,7 @@ def project(
     row = resolve(activation)
     validate(v, A, b, init, row, on_failure)
     linear = as_map(A)
-    rows = None if _is_transformed(A) else examine(linear, solver)
+    rows = None if is_transformed(A) else examine(linear, solver)
     return project_examined(v, linear, b, rows, row, solver, init, on_failure)
 
 
@@ -63,9 +63,9 @@ def project_examined(
 ) -> Solution:
     """`project` with validated arguments and `rows = examine(A)`, or None to have it made."""
     b = b.expand(*v.shape[:-1], b.shape[-1])
-    start = torch.zeros_like(b) if init is None else init.detach().expand_as(b)
+    start = b.new_zeros(()).expand_as(b) if init is None else init.detach().expand_as(b)
     pattern = A.pattern if isinstance(A, SparseMap) else None
-    task = Task(activation, solver, rows, pattern, on_failure, v.ndim - 1)
+    task = Task(activation, solver, rows, pattern, on_failure, v.shape[-2] if v.ndim > 1 else 1)
     found = Multipliers.apply(v, A.data, b, start, task)
     multipliers, u, z, iterations, status, condition = found
     dual = Dual(activation, A, v, b)
@@ -74,8 +74,3 @@ def project_examined(
         empty = residual.shape[-1] == 0
         size = residual.new_zeros(v.shape[:-1]) if empty else residual.abs().amax(-1)
     return Solution(z, multipliers, u, size, iterations, status, condition, dual)
-
-
-def _is_transformed(x: Tensor) -> bool:
-    """Is x seen through torch.func (vmap, grad), so that its values cannot be looked at?"""
-    return torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore

@@ -9,8 +9,8 @@ found here once, before the first iteration:
 """
 
 import warnings
-from dataclasses import dataclass
-from typing import NamedTuple, final
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float
@@ -63,6 +63,7 @@ class Rows:
     own: Bool[Tensor, "*n"] | None = None  # with a transform: the samples that keep A itself
     rough: "Rough | None" = None
     fold: Float[Tensor, "*n I I"] | None = None  # each row left out as a combination of the others
+    kernels: dict[Any, Any] | None = field(default_factory=dict)  # by activation; None forbids them
 
     def restrict(self, residual: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """T r: the residual of Q z = T b."""

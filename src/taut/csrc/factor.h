@@ -1,0 +1,138 @@
+/* Newton's linear system A diag(w) Aᵀ x = r: formed, factorised and solved in every lane. */
+#ifndef TAUT_FACTOR_H
+#define TAUT_FACTOR_H
+
+#include "products.h"
+
+PART void form_gram(const Plan *p, const lanes *w, lanes *gram) {
+    const int64_t n = p->kept, K = p->outputs;
+    if (p->row_start) {
+        for (int64_t e = 0; e < triangle(n); e++) {
+            lanes sum = all(0.0);
+            for (int64_t j = p->entry_start[e]; j < p->entry_start[e + 1]; j++)
+                sum += p->entry_value[j] * w[p->entry_output[j]];
+            gram[e] = sum;
+        }
+        return;
+    }
+    for (int64_t i = 0; i < n; i += TILE)
+        for (int64_t j = 0; j <= i; j += TILE) {
+            lanes sum[TILE][TILE];
+#pragma GCC unroll 4
+            for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                for (int t = 0; t < TILE; t++) sum[s][t] = all(0.0);
+            const double *left = p->a + i * K, *right = p->a + j * K;
+            for (int64_t k = 0; k < K; k++) {
+                lanes weighted[TILE];
+#pragma GCC unroll 4
+                for (int t = 0; t < TILE; t++) weighted[t] = right[t * K + k] * w[k];
+#pragma GCC unroll 4
+                for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                    for (int t = 0; t < TILE; t++) sum[s][t] += left[s * K + k] * weighted[t];
+            }
+#pragma GCC unroll 4
+            for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                for (int t = 0; t < TILE; t++)
+                    if (j + t <= i + s) gram[triangle(i + s) + j + t] = sum[s][t];
+        }
+}
+
+/* Cholesky's factor in place, without its diagonal, whose reciprocals go to `diagonal`. `which`
+ * becomes false where A diag(w) Aᵀ is singular to rounding. Rows that share no output need no
+ * elimination among themselves. */
+PART void factorise(const Plan *p, lanes *gram, lanes *diagonal, mask *which) {
+    const int64_t n = p->kept, d = p->disjoint;
+    mask fine = *which;
+    for (int64_t i = 0; i < n; i++) {
+        lanes *entry = &gram[triangle(i) + i];
+        if (p->order[i] < 0) *entry = all(1.0);
+        diagonal[i] = *entry; /* to compare pivots with */
+    }
+    for (int64_t j = 0; j < d; j++) {
+        lanes pivot = gram[triangle(j) + j];
+        fine &= pivot > 0x1p-900;
+        for (int l = 0; l < LANES; l++) diagonal[j][l] = 1.0 / sqrt(pivot[l]);
+    }
+    for (int64_t i = d; i < n; i++)
+        for (int64_t j = 0; j < d; j++) gram[triangle(i) + j] *= diagonal[j];
+    for (int64_t j = d; j < n; j += TILE)
+        for (int64_t i = j; i < n; i += TILE) {
+            lanes sum[TILE][TILE], *row[TILE], *column[TILE];
+#pragma GCC unroll 4
+            for (int s = 0; s < TILE; s++) {
+                row[s] = gram + triangle(i + s);
+                column[s] = gram + triangle(j + s);
+#pragma GCC unroll 4
+                for (int t = 0; t < TILE; t++) sum[s][t] = all(0.0);
+            }
+            for (int64_t k = 0; k < j; k++) {
+#pragma GCC unroll 4
+                for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                    for (int t = 0; t < TILE; t++) sum[s][t] += row[s][k] * column[t][k];
+            }
+#pragma GCC unroll 4
+            for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                for (int t = 0; t < TILE; t++) {
+                    if (j + t > i + s) continue;
+                    lanes x = row[s][j + t] - sum[s][t];
+#pragma GCC unroll 4
+                    for (int k = 0; k < t; k++) x -= row[s][j + k] * column[t][j + k];
+                    if (i + s > j + t) {
+                        row[s][j + t] = x * diagonal[j + t];
+                        continue;
+                    }
+                    fine &= (x > 1e-13 * diagonal[i + s]) & (x > 0x1p-900);
+                    for (int l = 0; l < LANES; l++) diagonal[i + s][l] = 1.0 / sqrt(x[l]);
+                }
+        }
+    *which = fine;
+}
+
+/* x ← matrix·x for a matrix that all samples share, kept × kept */
+PART void multiply(const Plan *p, const double *matrix, lanes *x, lanes *room) {
+    const int64_t n = p->kept;
+    memcpy(room, x, n * sizeof *x);
+    for (int64_t i = 0; i < n; i += TILE) {
+        lanes sum[TILE] = {all(0.0), all(0.0), all(0.0), all(0.0)};
+        for (int64_t j = 0; j < n; j++)
+#pragma GCC unroll 4
+            for (int t = 0; t < TILE; t++)
+                if (i + t < n) sum[t] += matrix[(i + t) * n + j] * room[j];
+        for (int t = 0; t < TILE && i + t < n; t++) x[i + t] = sum[t];
+    }
+}
+
+/* x ← (A diag(w) Aᵀ)⁻¹ x, by the factor or by the inverse of all */
+PART void solve_gram(const Plan *p, const lanes *gram, const lanes *diagonal, lanes *x,
+                     lanes *room) {
+    const int64_t n = p->kept, d = p->disjoint;
+    if (p->inverse) {
+        multiply(p, p->inverse, x, room);
+        return;
+    }
+    for (int64_t i = 0; i < d; i++) x[i] *= diagonal[i];
+    for (int64_t i = d; i < n; i++) {
+        const lanes *row = gram + triangle(i);
+        lanes even = all(0.0), odd = all(0.0);
+        int64_t k = 0;
+        for (; k + 1 < i; k += 2) {
+            even += row[k] * x[k];
+            odd += row[k + 1] * x[k + 1];
+        }
+        if (k < i) even += row[k] * x[k];
+        x[i] = (x[i] - (even + odd)) * diagonal[i];
+    }
+    for (int64_t i = n - 1; i >= d; i--) {
+        const lanes *row = gram + triangle(i);
+        lanes found = x[i] *= diagonal[i];
+        for (int64_t k = 0; k < i; k++) x[k] -= row[k] * found;
+    }
+    for (int64_t i = 0; i < d; i++) x[i] *= diagonal[i];
+}
+
+#endif

@@ -1,0 +1,20 @@
+/* The entry points: the variant of newton.h compiled for the best this processor can do. */
+#include "calls.h"
+
+#define VARIANTS(name, type) void name##_v2(type *), name##_v3(type *), name##_v4(type *)
+VARIANTS(taut_solve, Solve);
+VARIANTS(taut_backward, Backward);
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define CHOOSE(name, call)                                                                \
+    (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&           \
+             __builtin_cpu_supports("avx512vl")                                           \
+         ? name##_v4(call)                                                                \
+     : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? name##_v3(call) \
+                                                                       : name##_v2(call))
+#else
+#define CHOOSE(name, call) name##_v2(call)
+#endif
+
+void taut_solve(Solve *call) { CHOOSE(taut_solve, call); }
+void taut_backward(Backward *call) { CHOOSE(taut_backward, call); }

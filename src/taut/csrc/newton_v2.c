@@ -1,0 +1,2 @@
+#define VARIANT(name) name##_v2
+#include "newton.h"

@@ -1,0 +1,124 @@
+/* Samples in and out of lanes, and the products A x and Aᵀx. */
+#ifndef TAUT_PRODUCTS_H
+#define TAUT_PRODUCTS_H
+
+#include <string.h>
+
+#include "calls.h"
+#include "lanes.h"
+
+INLINE double number(const void *x, int64_t i, int64_t single) {
+    return single ? ((const float *)x)[i] : ((const double *)x)[i];
+}
+
+INLINE void put(void *x, int64_t i, int64_t single, double value) {
+    if (single)
+        ((float *)x)[i] = (float)value;
+    else
+        ((double *)x)[i] = value;
+}
+
+INLINE int64_t triangle(int64_t i) { return i * (i + 1) / 2; }
+
+/* All lanes of a block are real samples: the last one is repeated. */
+INLINE int64_t sample(int64_t first, int lane, int64_t samples) {
+    return first + lane < samples ? first + lane : samples - 1;
+}
+
+INLINE void read_outputs(const Plan *p, lanes *to, const void *x, int64_t first, int64_t samples,
+                         int64_t single) {
+    for (int l = 0; l < LANES; l++) {
+        int64_t at = sample(first, l, samples) * p->given;
+        for (int64_t k = 0; k < p->given; k++) to[k][l] = number(x, at + k, single);
+    }
+    for (int64_t k = p->given; k < p->outputs; k++) to[k] = all(0.0);
+}
+
+INLINE void write_outputs(const Plan *p, const lanes *from, void *x, int64_t first, int64_t samples,
+                          int64_t single) {
+    for (int l = 0; l < LANES && first + l < samples; l++)
+        for (int64_t k = 0; k < p->given; k++)
+            put(x, (first + l) * p->given + k, single, from[k][l]);
+}
+
+INLINE void read_rows(const Plan *p, lanes *to, const void *x, int64_t stride, int64_t first,
+                      int64_t samples, int64_t single) {
+    for (int64_t i = 0; i < p->rows; i++) {
+        to[i] = all(0.0);
+        if (p->order[i] >= 0)
+            for (int l = 0; l < LANES; l++)
+                to[i][l] = number(x, sample(first, l, samples) * stride + p->order[i], single);
+    }
+}
+
+INLINE void write_rows(const Plan *p, const lanes *from, void *x, int64_t first, int64_t samples,
+                       int64_t single) {
+    for (int64_t i = 0; i < p->rows; i++)
+        for (int l = 0; p->order[i] >= 0 && l < LANES && first + l < samples; l++)
+            put(x, (first + l) * p->constraints + p->order[i], single,
+                i < p->kept ? from[i][l] : 0.0);
+}
+
+INLINE void activate_output(const Plan *p, int64_t k, lanes u, lanes *z, lanes *w) {
+    if (p->plain[k]) {
+        activate(p->kind[k], u, z, w);
+        return;
+    }
+    activate(p->kind[k], u / p->temperature[k], z, w);
+    *z = p->shift[k] + p->scale[k] * *z;
+    *z = at_most(at_least(*z, all(p->lower[k])), all(p->upper[k]));
+    *w *= p->scale[k] / p->temperature[k];
+}
+
+/* out[0 … TILE) = (Aᵀx)_k, from output k on; x of the rows kept */
+INLINE void adjoint(const Plan *p, const lanes *x, int64_t k, lanes *out) {
+    if (p->row_start) {
+        for (int t = 0; t < TILE; t++) {
+            lanes sum = all(0.0);
+            for (int64_t e = p->output_start[k + t]; e < p->output_start[k + t + 1]; e++)
+                sum += p->output_value[e] * x[p->output_row[e]];
+            out[t] = sum;
+        }
+        return;
+    }
+    lanes sum[TILE] = {all(0.0), all(0.0), all(0.0), all(0.0)};
+    for (int64_t i = 0; i < p->kept; i++) {
+        const double *a = p->a + i * p->outputs + k;
+#pragma GCC unroll 4
+        for (int t = 0; t < TILE; t++) sum[t] += a[t] * x[i];
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < TILE; t++) out[t] = sum[t];
+}
+
+/* out[0 … TILE) = (A x)_i from row i on, or |A|x */
+INLINE void apply(const Plan *p, const lanes *x, int64_t i, int sign, lanes *out) {
+    if (p->row_start) {
+        for (int t = 0; t < TILE; t++) {
+            lanes even = all(0.0), odd = all(0.0);
+            int64_t e = p->row_start[i + t], end = p->row_start[i + t + 1];
+            for (; e + 1 < end; e += 2) {
+                double one = p->row_value[e], two = p->row_value[e + 1];
+                even += (sign ? one : fabs(one)) * x[p->row_output[e]];
+                odd += (sign ? two : fabs(two)) * x[p->row_output[e + 1]];
+            }
+            if (e < end)
+                even += (sign ? p->row_value[e] : fabs(p->row_value[e])) * x[p->row_output[e]];
+            out[t] = even + odd;
+        }
+        return;
+    }
+    lanes sum[TILE] = {all(0.0), all(0.0), all(0.0), all(0.0)};
+    const double *a = p->a + i * p->outputs;
+    for (int64_t k = 0; k < p->outputs; k++) {
+#pragma GCC unroll 4
+        for (int t = 0; t < TILE; t++) {
+            double entry = a[t * p->outputs + k];
+            sum[t] += (sign ? entry : fabs(entry)) * x[k];
+        }
+    }
+#pragma GCC unroll 4
+    for (int t = 0; t < TILE; t++) out[t] = sum[t];
+}
+
+#endif

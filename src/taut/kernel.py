@@ -1,0 +1,180 @@
+"""The compiled fast path of Newton's method: CPU, one dense A for all samples.
+
+The C files in csrc/ are compiled when the package is installed, if there is a C compiler. They
+take the plain steps of Newton's method, eight samples at a time, and decide only that a sample is
+solved; all other samples, and all where the kernel is missing, are for the torch code.
+`TAUT_KERNEL=0` in the environment turns it off.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from ctypes import Structure, byref, c_double, c_int64, c_uint, c_void_p
+from importlib.util import find_spec
+from typing import Any, NamedTuple, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from taut.activation import Activation
+from taut.plan import Plan, make_plan
+from taut.rows import Rows
+
+LIMIT = 30  # iterations; what takes longer is not easy
+
+
+_SIZES = "outputs given rows kept disjoint constraints positive"
+
+
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class _Plan(Structure):
+    _fields_ = [
+        *_fields(c_int64, _SIZES),
+        *_fields(c_void_p, "order a sizes row_start row_output row_value output_start output_row"),
+        *_fields(c_void_p, "output_value entry_start entry_output entry_value flat inverse"),
+        *_fields(c_void_p, "kind plain shift scale temperature lower upper"),
+    ]
+
+
+class _Solve(Structure):
+    _fields_ = [
+        *_fields(c_void_p, "plan v b start multipliers u z iterations verdict"),
+        *_fields(c_int64, "samples single b_stride start_stride limit next unsolved"),
+        *_fields(c_double, "target share huge"),
+    ]
+
+
+class _Backward(Structure):
+    _fields_ = [
+        *_fields(c_void_p, "plan u g_multipliers g_u g_z status dv db verdict"),
+        *_fields(c_int64, "samples single next unsolved"),
+    ]
+
+
+def _load() -> ctypes.CDLL | None:
+    found = find_spec("taut._kernel")
+    if found is None or found.origin is None or os.environ.get("TAUT_KERNEL") == "0":
+        return None
+    return ctypes.CDLL(found.origin)
+
+
+def _pool() -> Callable[..., None] | None:
+    """OpenMP's way to run a function on several threads: on those that torch itself uses."""
+    try:
+        pool = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    pool.argtypes, pool.restype = [c_void_p, c_void_p, c_uint, c_uint], None
+    return pool
+
+
+_library, _parallel = _load(), _pool()
+
+
+def available() -> bool:
+    """Has the kernel been compiled, and is it on?
+
+    >>> isinstance(available(), bool)
+    True
+    """
+    return _library is not None
+
+
+@final
+class Attempt(NamedTuple):
+    """What the kernel found, in the dtype of v."""
+
+    multipliers: Float[Tensor, "N I"]
+    u: Float[Tensor, "N K"]
+    z: Float[Tensor, "N K"]
+    iterations: Int[Tensor, "N"]
+    verdict: Int[Tensor, "N"]  # 1 where solved, 2 where nearly so
+    complete: bool  # are all solved?
+
+
+@final
+class Kernel:
+    """The kernel for one A and one σ."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan  # the structure points into its arrays
+        sizes = {name: getattr(plan, name) for name in _SIZES.split()}
+        pointers = {name: array.data_ptr() for name, array in plan.arrays.items()}
+        self._structure = _Plan(**sizes, **pointers)
+
+    @staticmethod
+    def of(rows: Rows, activation: Activation) -> "Kernel | None":
+        """Made once for each A and σ; None where it cannot help."""
+        if _library is None or rows.kernels is None:
+            return None
+        if activation not in rows.kernels:
+            plan = make_plan(rows, activation)
+            rows.kernels[activation] = None if plan is None else Kernel(plan)
+        return rows.kernels[activation]
+
+    def solve(
+        self,
+        v: Float[Tensor, "N K"],
+        b: Float[Tensor, "N I"],
+        start: Float[Tensor, "N I"],
+        target: float,
+        limit: int,
+    ) -> Attempt:
+        """Newton's method from `start`, in float64; the numbers are those of `Newton.solve`."""
+        v = v.contiguous()
+        b, start = (x if x.stride(-1) == 1 else x.contiguous() for x in (b, start.to(v.dtype)))
+        multipliers = torch.empty(b.shape, dtype=v.dtype)
+        u, z = torch.empty_like(v), torch.empty_like(v)
+        iterations = torch.empty(len(v), dtype=torch.long)
+        verdict = torch.empty(len(v), dtype=torch.int8)
+        tensors = (v, b, start, multipliers, u, z, iterations, verdict)
+        call = _Solve(
+            ctypes.addressof(self._structure),
+            *(x.data_ptr() for x in tensors),
+            samples=len(v),
+            single=v.dtype == torch.float32,
+            b_stride=b.stride(0),
+            start_stride=start.stride(0),
+            limit=min(limit, LIMIT),
+            target=target,
+            share=1.0 if target < 1e-12 else 0.01,
+            huge=torch.finfo(v.dtype).max,
+        )
+        _run("taut_solve", call)
+        return Attempt(multipliers, u, z, iterations, verdict, call.unsolved == 0)
+
+    def backward(
+        self,
+        u: Float[Tensor, "N K"],
+        grads: Sequence[Tensor | None],  # of λ, u and z
+        status: Int[Tensor, "N"],
+    ) -> tuple[Float[Tensor, "N K"], Float[Tensor, "N I"], Int[Tensor, "bad"] | None]:
+        """∂v, ∂b, and where they could not be found; None says nowhere."""
+        given = [
+            None if x is None else x.contiguous() for x in (u, g_multipliers, g_u, g_z, status)
+        ]
+        dv = torch.empty_like(u)
+        db = torch.empty(len(u), self._plan.constraints, dtype=u.dtype)
+        verdict = torch.empty(len(u), dtype=torch.int8)
+        call = _Backward(
+            ctypes.addressof(self._structure),
+            *(None if x is None else x.data_ptr() for x in (*given, dv, db, verdict)),
+            samples=len(u),
+            single=u.dtype == torch.float32,
+        )
+        _run("taut_backward", call)
+        return dv, db, (verdict == 0).nonzero().squeeze(-1) if call.unsolved else None
+
+
+def _run(name: str, call: Structure) -> None:
+    """On as many threads as torch uses; each takes the next samples that nobody works on."""
+    function = getattr(_library, name)
+    threads = min(torch.get_num_threads(), -(-call.samples // 16))
+    if threads < 2 or _parallel is None:
+        function(byref(call))
+    else:
+        _parallel(ctypes.cast(function, c_void_p), byref(call), threads, 0)
