@@ -154,9 +154,7 @@ class Kernel:
         status: Int[Tensor, "N"],
     ) -> tuple[Float[Tensor, "N K"], Float[Tensor, "N I"], Int[Tensor, "bad"] | None]:
         """∂v, ∂b, and where they could not be found; None says nowhere."""
-        given = [
-            None if x is None else x.contiguous() for x in (u, g_multipliers, g_u, g_z, status)
-        ]
+        given = [None if x is None else x.contiguous() for x in (u, *grads, status)]
         dv = torch.empty_like(u)
         db = torch.empty(len(u), self._plan.constraints, dtype=u.dtype)
         verdict = torch.empty(len(u), dtype=torch.int8)
