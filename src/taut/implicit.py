@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from taut.activation import Activation
+from taut.autograd import apply, is_transformed
 from taut.dual import Dual
 from taut.factor import share, solve_gram
 from taut.kernel import LIMIT, Kernel
@@ -24,7 +25,7 @@ OnFailure = Literal["raise", "return"]
 
 
 @final
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Task:
     """What the autograd functions need besides tensors."""
 
@@ -34,6 +35,7 @@ class Task:
     pattern: Pattern | None  # where the non-zeros of a sparse A are
     on_failure: OnFailure
     group_size: int = 1  # so many consecutive samples are a group, for solvers that go by groups
+    kernel: Kernel | None = None  # set by the solve: what has solved every sample
 
     def map(self, data: Tensor) -> LinearMap:
         """A, from the tensor that carries its gradient."""
@@ -71,26 +73,30 @@ class Multipliers(torch.autograd.Function):
         flat = (v.reshape(n, v.shape[-1]), b.reshape(n, b.shape[-1]), init.reshape(n, b.shape[-1]))
         if data.ndim > 2:
             data = data.reshape(n, *data.shape[-2:])
-        found = _quickly(*flat, data, task, rows) or _solve(*flat, data, task, rows)
-        u, z, status = found.u.reshape(v.shape), found.z.reshape(v.shape), found.status
-        status = status.reshape(batch)
-        if task.on_failure == "raise" and bool(status.any()):
+        found, residual = _quickly(*flat, data, task, rows) or (None, None)
+        if found is None:
+            found = _solve(*flat, data, task, rows)
+        task.kernel = Kernel.of(rows, task.activation) if residual is not None else None
+        if residual is None:
             problem = Dual(task.activation, task.map(data), *flat[:2])
-            residual = problem.residual(found.z).abs().amax(-1).reshape(batch)
-            raise SolveError(_raised(status, residual, problem), status, residual)
+            residual = _largest(problem.residual(found.z))
+            if task.on_failure == "raise" and bool(found.status.any()):
+                status, residual = found.status.reshape(batch), residual.reshape(batch)
+                raise SolveError(_raised(status, residual, problem), status, residual)
         return (
             found.multipliers.reshape(b.shape),
-            u,
-            z,
+            found.u.reshape(v.shape),
+            found.z.reshape(v.shape),
+            residual.reshape(batch),
             found.iterations.reshape(batch),
-            status,
-            rows.condition.expand(n).reshape(batch).to(v.dtype),
+            found.status.reshape(batch),
+            rows.condition.to(v.dtype).expand(n).reshape(batch),
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        multipliers, u, _, iterations, status, condition = output
-        ctx.mark_non_differentiable(iterations, status, condition)
+        multipliers, u, _, residual, iterations, status, condition = output
+        ctx.mark_non_differentiable(residual, iterations, status, condition)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(inputs[1], multipliers, u, status)
         ctx.task = inputs[4]
@@ -113,13 +119,23 @@ class Multipliers(torch.autograd.Function):
         v, b, init = (_lead(args[i], in_dims[i], info.batch_size) for i in (0, 2, 3))
         A, task = _lead_map(A, in_dims[1], v, task)
         outputs = Multipliers.apply(v, A, b, init, task)
-        return outputs, (0, 0, 0, 0, 0, 0)
+        return outputs, (0,) * len(outputs)
+
+
+def _largest(residual: Tensor) -> Tensor:
+    """max_i |r_i|, 0 where there are none."""
+    if residual.shape[-1] == 0:
+        return residual.new_zeros(residual.shape[:-1])
+    return residual.abs().amax(-1)
 
 
 def _quickly(
     v: Tensor, b: Tensor, init: Tensor, data: Tensor, task: Task, rows: Rows
-) -> Outcome | None:
-    """The compiled kernel for the samples it can solve, `_solve` for the others."""
+) -> tuple[Outcome, Tensor | None] | None:
+    """The compiled kernel for the samples it can solve, `_solve` for the others.
+
+    With the residuals, if there were no others; None where there is no kernel.
+    """
     solver = task.solver
     if not isinstance(solver, Newton) or solver.dtype != torch.float64 or not len(v):
         return None
@@ -135,16 +151,17 @@ def _quickly(
         dual = Dual(task.activation, rows.basis, v.to(torch.float64), b)
         multipliers = smallest(rows, dual, multipliers.to(torch.float64), eps).to(v.dtype)
     outcome = Outcome(multipliers, found.u, found.z, found.iterations, status)
-    if not found.complete:
-        left = (found.verdict != 1).nonzero().squeeze(-1)
-        near = (found.verdict[left] == 2).unsqueeze(-1)
-        if solver.max_iterations <= LIMIT:  # none are left for it
-            near = near & False
-        init = torch.where(near, multipliers[left].to(init.dtype), init[left])
-        rest = _solve(v[left], b[left], init, data, task, rows)
-        more = torch.where(near.squeeze(-1), found.iterations[left], 0)
-        outcome.write(left, rest._replace(iterations=rest.iterations + more))
-    return outcome
+    if found.complete:
+        return outcome, found.residual
+    left = (found.verdict != 1).nonzero().squeeze(-1)
+    near = (found.verdict[left] == 2).unsqueeze(-1)
+    if solver.max_iterations <= LIMIT:  # none are left for it
+        near = near & False
+    init = torch.where(near, multipliers[left].to(init.dtype), init[left])
+    rest = _solve(v[left], b[left], init, data, task, rows)
+    more = torch.where(near.squeeze(-1), found.iterations[left], 0)
+    outcome.write(left, rest._replace(iterations=rest.iterations + more))
+    return outcome, None
 
 
 def _solve(v: Tensor, b: Tensor, init: Tensor, data: Tensor, task: Task, rows: Rows) -> Outcome:
@@ -186,7 +203,7 @@ def _gradient(
     data = torch.where(data.isfinite(), data, zero)
     A, w, z = task.map(data), task.activation.slope(u), task.activation.output(u)
     g_u = g_u + w * g_z
-    s = GramSolve.apply(w, data, A.apply(g_u) + g_multipliers, task)
+    s = apply(GramSolve, w, data, A.apply(g_u) + g_multipliers, task)
     s = torch.where(ok, s, zero)
     dv = g_u - w * A.adjoint(s)
     return dv, s, lambda: A.outer(multipliers, dv) - A.outer(s, z)
@@ -219,11 +236,6 @@ def _quick_gradient(
         dv.index_copy_(0, left, more[0])
         db.index_copy_(0, left, more[1])
     return dv.reshape(u.shape), db.reshape(multipliers.shape)
-
-
-def is_transformed(x: Tensor | None) -> bool:
-    """Is x seen through torch.func (vmap, grad), so that its values cannot be looked at?"""
-    return x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
 
 
 def _raised(status: Tensor, residual: Tensor, problem: Dual) -> str:
@@ -301,7 +313,7 @@ class GramSolve(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         w, data, s = ctx.saved_tensors
         A = ctx.task.map(data)
-        t = GramSolve.apply(w, data, grads[0], ctx.task)
+        t = apply(GramSolve, w, data, grads[0], ctx.task)
         forth, back = A.adjoint(s), A.adjoint(t)
         dA = None
         if ctx.needs_input_grad[1]:

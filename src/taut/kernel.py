@@ -42,9 +42,16 @@ class _Plan(Structure):
 
 class _Solve(Structure):
     _fields_ = [
-        *_fields(c_void_p, "plan v b start multipliers u z iterations verdict"),
+        *_fields(c_void_p, "plan v b start multipliers u z residual iterations verdict"),
         *_fields(c_int64, "samples single b_stride start_stride limit next unsolved"),
         *_fields(c_double, "target share huge"),
+    ]
+
+
+class _Loss(Structure):
+    _fields_ = [
+        *_fields(c_void_p, "plan v b y u multipliers loss"),
+        *_fields(c_int64, "samples single b_stride next"),
     ]
 
 
@@ -91,6 +98,7 @@ class Attempt(NamedTuple):
     multipliers: Float[Tensor, "N I"]
     u: Float[Tensor, "N K"]
     z: Float[Tensor, "N K"]
+    residual: Float[Tensor, "N"]
     iterations: Int[Tensor, "N"]
     verdict: Int[Tensor, "N"]  # 1 where solved, 2 where nearly so
     complete: bool  # are all solved?
@@ -105,6 +113,9 @@ class Kernel:
         sizes = {name: getattr(plan, name) for name in _SIZES.split()}
         pointers = {name: array.data_ptr() for name, array in plan.arrays.items()}
         self._structure = _Plan(**sizes, **pointers)
+
+    def __reduce__(self) -> tuple:
+        return Kernel, (self._plan,)  # pointers do not travel
 
     @staticmethod
     def of(rows: Rows, activation: Activation) -> "Kernel | None":
@@ -129,9 +140,10 @@ class Kernel:
         b, start = (x if x.stride(-1) == 1 else x.contiguous() for x in (b, start.to(v.dtype)))
         multipliers = torch.empty(b.shape, dtype=v.dtype)
         u, z = torch.empty_like(v), torch.empty_like(v)
+        residual = torch.empty(len(v), dtype=v.dtype)
         iterations = torch.empty(len(v), dtype=torch.long)
         verdict = torch.empty(len(v), dtype=torch.int8)
-        tensors = (v, b, start, multipliers, u, z, iterations, verdict)
+        tensors = (v, b, start, multipliers, u, z, residual, iterations, verdict)
         call = _Solve(
             ctypes.addressof(self._structure),
             *(x.data_ptr() for x in tensors),
@@ -145,7 +157,7 @@ class Kernel:
             huge=torch.finfo(v.dtype).max,
         )
         _run("taut_solve", call)
-        return Attempt(multipliers, u, z, iterations, verdict, call.unsolved == 0)
+        return Attempt(multipliers, u, z, residual, iterations, verdict, call.unsolved == 0)
 
     def backward(
         self,
@@ -166,6 +178,28 @@ class Kernel:
         )
         _run("taut_backward", call)
         return dv, db, (verdict == 0).nonzero().squeeze(-1) if call.unsolved else None
+
+    def loss(
+        self,
+        v: Float[Tensor, "N K"],
+        b: Float[Tensor, "N I"],
+        y: Float[Tensor, "N K"],
+        u: Float[Tensor, "N K"],
+        multipliers: Float[Tensor, "N I"],
+    ) -> Float[Tensor, "N"]:
+        """Σψ(y) − yᵀv − bᵀλ + Σφ(u) of each sample."""
+        v, y, u, multipliers = (x.contiguous() for x in (v, y, u, multipliers))
+        b = b if b.stride(-1) == 1 else b.contiguous()
+        loss = torch.empty(len(v), dtype=v.dtype)
+        call = _Loss(
+            ctypes.addressof(self._structure),
+            *(x.data_ptr() for x in (v, b, y, u, multipliers, loss)),
+            samples=len(v),
+            single=v.dtype == torch.float32,
+            b_stride=b.stride(0),
+        )
+        _run("taut_loss", call)
+        return loss
 
 
 def _run(name: str, call: Structure) -> None:

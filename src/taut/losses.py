@@ -12,7 +12,9 @@ from torch import Tensor
 
 from taut.activation import Activation
 from taut.activations import resolve
+from taut.autograd import apply
 from taut.dual import Dual
+from taut.kernel import Kernel
 from taut.solution import Solution, Status
 
 Reduction = Literal["mean", "sum", "none"]
@@ -35,7 +37,8 @@ def matched_loss(
     """
     _check_target(y, solution.z.shape, "solution.z")
     problem = solution.problem
-    loss = _Matched.apply(
+    loss = apply(
+        _Matched,
         problem.v,
         problem.A.data,
         problem.b,
@@ -45,6 +48,7 @@ def matched_loss(
         solution.u.detach(),
         solution.status,
         problem,
+        solution.kernel,
     )
     return _reduce(loss, reduction)
 
@@ -68,35 +72,36 @@ class _Matched(torch.autograd.Function):
         u: Tensor,
         status: Tensor,
         problem: Dual,
+        kernel: Kernel | None,
     ) -> Tensor:
+        if kernel is not None:
+            flat = (x.reshape(-1, x.shape[-1]) for x in (v, b, y, u, multipliers))
+            return kernel.loss(*flat).reshape(v.shape[:-1])
         row = problem.activation
         terms = torch.addcmul(row.psi(y), y, v, value=-1).add_(row.phi(u))
         return terms.sum(-1) - (b * multipliers).sum(-1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        v, _, _, y, z, multipliers, _, status, problem = inputs
+        v, _, _, y, z, multipliers, _, status, problem, kernel = inputs
         ctx.save_for_backward(v, y, z, multipliers, status)
-        ctx.activation, ctx.A = problem.activation, problem.A
+        ctx.activation, ctx.A, ctx.complete = problem.activation, problem.A, kernel is not None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         v, y, z, multipliers, status = ctx.saved_tensors
-        # Where no z exists there is nothing to learn. An undecided sample still has the gradient
-        # of ℓ at its λ: that is how the paper trains with a solver that stops early.
-        ok = ((status == Status.CONVERGED) | (status == Status.MAX_ITERATIONS)).unsqueeze(-1)
-        g = grads[0].unsqueeze(-1)
-        zero = torch.zeros((), dtype=z.dtype, device=z.device)
-        dv = torch.where(ok, g * (z - y), zero)
-        needs = ctx.needs_input_grad
-        dA = db = dy = None
-        if needs[1]:
-            dA = ctx.A.outer(torch.where(ok, g * multipliers, zero), torch.where(ok, z, zero))
-        if needs[2]:
-            db = torch.where(ok, -g * multipliers, zero)
-        if needs[3]:
-            dy = torch.where(ok, g * (ctx.activation.inverse(y) - v), zero)
-        return dv, dA, db, dy, None, None, None, None, None
+        g, needs = grads[0].unsqueeze(-1), ctx.needs_input_grad
+        dy = g * (ctx.activation.inverse(y) - v) if needs[3] else None
+        if not ctx.complete:
+            # Where no z exists there is nothing to learn. An undecided sample still has the
+            # gradient of ℓ at its λ: that is how the paper trains with a solver that stops early.
+            ok = ((status == Status.CONVERGED) | (status == Status.MAX_ITERATIONS)).unsqueeze(-1)
+            g, y, z, multipliers = (torch.where(ok, x, 0) for x in (g, y, z, multipliers))
+            dy = None if dy is None else torch.where(ok, dy, 0)
+        dv = g * (z - y)
+        dA = ctx.A.outer(g * multipliers, z) if needs[1] else None
+        db = -g * multipliers if needs[2] else None
+        return dv, dA, db, dy, None, None, None, None, None, None
 
 
 def bregman_loss(

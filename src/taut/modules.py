@@ -1,6 +1,5 @@
 """Thin nn.Modules over `project`: the Lagrange units of the paper as layers."""
 
-import math
 from typing import final
 
 import torch
@@ -140,7 +139,7 @@ class LagrangeMemory(nn.Module):
                 f"together in a memory of {tuple(self.multipliers.shape)}."
             )
         found = found.to(self.multipliers.dtype)
-        if math.isfinite(found.sum().item()) and not solution.status.any():
+        if solution.kernel is not None:  # all solved
             self.multipliers[index] = found
             return
         usable = found.isfinite().all(-1) & (solution.status <= 1)

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from taut.activation import Activation
 from taut.activations import resolve
+from taut.autograd import apply, is_transformed
 from taut.dual import Dual
-from taut.implicit import Multipliers, OnFailure, Task, examine, is_transformed
+from taut.implicit import Multipliers, OnFailure, Task, examine
 from taut.linear import LinearMap, dense_map
 from taut.rows import Rows
 from taut.solution import Solution
@@ -66,11 +67,8 @@ def project_examined(
     start = b.new_zeros(()).expand_as(b) if init is None else init.detach().expand_as(b)
     pattern = A.pattern if isinstance(A, SparseMap) else None
     task = Task(activation, solver, rows, pattern, on_failure, v.shape[-2] if v.ndim > 1 else 1)
-    found = Multipliers.apply(v, A.data, b, start, task)
-    multipliers, u, z, iterations, status, condition = found
+    found = apply(Multipliers, v, A.data, b, start, task)
+    multipliers, u, z, residual, iterations, status, condition = found
     dual = Dual(activation, A, v, b)
-    with torch.no_grad():
-        residual = dual.residual(z)
-        empty = residual.shape[-1] == 0
-        size = residual.new_zeros(v.shape[:-1]) if empty else residual.abs().amax(-1)
-    return Solution(z, multipliers, u, size, iterations, status, condition, dual)
+    kernel = None if is_transformed(z) else task.kernel
+    return Solution(z, multipliers, u, residual, iterations, status, condition, dual, kernel)

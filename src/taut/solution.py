@@ -9,6 +9,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from taut.dual import Dual
+    from taut.kernel import Kernel
 
 
 @final
@@ -83,6 +84,7 @@ class Solution:
     status: Int[Tensor, "*batch"]
     condition: Float[Tensor, "*batch"]
     problem: "Dual"
+    kernel: "Kernel | None" = None  # the compiled code, where it has solved every sample
 
     @property
     def converged(self) -> Bool[Tensor, "*batch"]:

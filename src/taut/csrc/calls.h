@@ -35,7 +35,7 @@ typedef struct {
 typedef struct {
     const Plan *plan;
     const void *v, *b, *start;
-    void *multipliers, *u, *z;
+    void *multipliers, *u, *z, *residual;
     int64_t *iterations;
     int8_t *verdict; /* 1 is solved, 2 nearly so */
     int64_t samples, single, b_stride, start_stride, limit; /* single: float32 in and out */
@@ -51,5 +51,12 @@ typedef struct {
     int8_t *verdict;
     int64_t samples, single, next, unsolved;
 } Backward;
+
+typedef struct {
+    const Plan *plan;
+    const void *v, *b, *y, *u, *multipliers;
+    void *loss;
+    int64_t samples, single, b_stride, next;
+} Loss;
 
 #endif

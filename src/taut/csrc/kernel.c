@@ -4,6 +4,7 @@
 #define VARIANTS(name, type) void name##_v2(type *), name##_v3(type *), name##_v4(type *)
 VARIANTS(taut_solve, Solve);
 VARIANTS(taut_backward, Backward);
+VARIANTS(taut_loss, Loss);
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define CHOOSE(name, call)                                                                \
@@ -18,3 +19,4 @@ VARIANTS(taut_backward, Backward);
 
 void taut_solve(Solve *call) { CHOOSE(taut_solve, call); }
 void taut_backward(Backward *call) { CHOOSE(taut_backward, call); }
+void taut_loss(Loss *call) { CHOOSE(taut_loss, call); }

@@ -54,10 +54,38 @@ INLINE lanes exponential(lanes x) {
     return (p + 1.0) * half * rest;
 }
 
-/* e^x − 1 for x ≤ 0 */
+/* e^x − 1 */
 INLINE lanes exponential_less_one(lanes x) {
     lanes half, rest, p = reduced(x, &half, &rest);
     return p * half * rest + (half * rest - 1.0);
+}
+
+/* log(m·2^n) with m between √½ and √2 as in fdlibm: a polynomial in ((m − 1)/(m + 1))² */
+INLINE lanes logarithm(lanes x) {
+    mask tiny = x < 0x1p-1022, ordinary = (x > 0.0) & (x < INFINITY);
+    lanes scaled = choose(tiny, x * 0x1p54, x);
+    mask bits = (mask)choose(ordinary, scaled, all(1.0)) + (0x3ff0000000000000 - 0x3fe6a09e667f3bcd);
+    mask exponent = (bits >> 52) - 1023;
+    lanes f = (lanes)((bits & 0xfffffffffffff) + 0x3fe6a09e667f3bcd) - 1.0;
+    lanes n = __builtin_convertvector(exponent, lanes) - choose(tiny, all(54.0), all(0.0));
+    lanes s = f / (2.0 + f), t = s * s, half = 0.5 * f * f;
+    lanes r = all(0x1.2f112df3e5244p-3);
+    r = r * t + 0x1.39a09d078c69fp-3;
+    r = r * t + 0x1.7466496cb03dep-3;
+    r = r * t + 0x1.c71c51d8e78afp-3;
+    r = r * t + 0x1.2492494229359p-2;
+    r = r * t + 0x1.999999997fa04p-2;
+    r = r * t + 0x1.5555555555593p-1;
+    lanes low = s * (half + r * t) + n * 0x1.a39ef35793c76p-33;
+    lanes found = n * 0x1.62e42feep-1 - ((half - low) - f);
+    found = choose(x == 0.0, all(-INFINITY), choose(x == INFINITY, x, found));
+    return choose((x < 0.0) | (x != x), all(NAN), found);
+}
+
+INLINE lanes logarithm_of_one_plus(lanes x) {
+    lanes y = 1.0 + x, lost = (x - (y - 1.0)) / y; /* what rounding took from y */
+    lanes found = logarithm(y);
+    return choose(absolute(lost) < 1.0, found + lost, found);
 }
 
 typedef enum { EXP, SIGMOID, TANH, LINEAR } Kind;
@@ -85,6 +113,44 @@ INLINE void activate(Kind kind, lanes x, lanes *z, lanes *slope) {
         break;
     case LINEAR:
         *slope = all(1.0);
+    }
+}
+
+/* factor·logarithm, 0 where the factor is 0 */
+INLINE lanes entropy(lanes factor, lanes logarithm) {
+    return factor * at_least(logarithm, all(-0x1.fp1023));
+}
+
+/* φ(x), the integral of σ */
+INLINE lanes integral(Kind kind, lanes x) {
+    lanes size = absolute(x), s;
+    switch (kind) {
+    case EXP:
+        return exponential(x);
+    case SIGMOID:
+        return at_least(x, all(0.0)) + logarithm_of_one_plus(exponential(-size));
+    case TANH: /* log cosh; for small x from sinh², for large without overflow */
+        s = exponential_less_one(at_most(size, all(10.0)));
+        s = 0.5 * (s + s / (1.0 + s));
+        return choose(size < 10.0, 0.5 * logarithm_of_one_plus(s * s),
+                      size - 0x1.62e42fefa39efp-1 + logarithm_of_one_plus(exponential(-2.0 * size)));
+    default:
+        return 0.5 * x * x;
+    }
+}
+
+/* ψ(z), the negative entropy */
+INLINE lanes negative_entropy(Kind kind, lanes z) {
+    switch (kind) {
+    case EXP:
+        return entropy(z, logarithm(z)) - z;
+    case SIGMOID:
+        return entropy(z, logarithm(z)) + entropy(1.0 - z, logarithm_of_one_plus(-z));
+    case TANH:
+        return 0.5 * (entropy(1.0 + z, logarithm_of_one_plus(z)) +
+                      entropy(1.0 - z, logarithm_of_one_plus(-z)));
+    default:
+        return 0.5 * z * z;
     }
 }
 

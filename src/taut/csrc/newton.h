@@ -293,11 +293,21 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
         open &= x->relative < INFINITY;
     }
     mask fit = fits(p, s, x);
+    lanes residual = all(0.0), sum[TILE];
+    if (s->single) /* of z as it will be returned */
+        for (int64_t k = 0; k < p->outputs; k++)
+            for (int l = 0; l < LANES; l++) x->y[k][l] = (float)x->z[k][l];
+    for (int64_t i = 0; i < p->rows; i += TILE) {
+        if (s->single) apply(p, x->y, i, 1, sum);
+        for (int t = 0; t < TILE; t++)
+            residual = larger(residual, absolute(s->single ? sum[t] - x->b[i + t] : x->residual[i + t]));
+    }
     write_rows(p, x->multipliers, s->multipliers, first, s->samples, s->single);
     write_outputs(p, x->u, s->u, first, s->samples, s->single);
     write_outputs(p, x->z, s->z, first, s->samples, s->single);
     for (int l = 0; l < LANES && first + l < s->samples; l++) {
         s->iterations[first + l] = (int64_t)iterations[l];
+        put(s->residual, first + l, s->single, residual[l]);
         s->verdict[first + l] = !fit[l] ? 0 : solved[l] ? 1 : x->relative[l] < 1e-6 ? 2 : 0;
         if (s->verdict[first + l] != 1) __atomic_fetch_add(&s->unsolved, 1, __ATOMIC_RELAXED);
     }
@@ -350,6 +360,37 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     }
 }
 
+/* Σψ(y) − yᵀv − bᵀλ + Σφ(u): see losses.py */
+PART void loss_block(const Plan *p, Loss *s, Work *x, int64_t first) {
+    lanes loss = all(0.0);
+    read_outputs(p, x->v, s->v, first, s->samples, s->single);
+    read_outputs(p, x->z, s->y, first, s->samples, s->single);
+    read_outputs(p, x->u, s->u, first, s->samples, s->single);
+    read_rows(p, x->b, s->b, s->b_stride, first, s->samples, s->single);
+    read_rows(p, x->multipliers, s->multipliers, p->constraints, first, s->samples, s->single);
+    for (int64_t k = 0; k < p->given; k++) {
+        const Kind kind = p->kind[k];
+        lanes y = x->z[k], u = x->u[k], psi, phi;
+        if (p->plain[k]) {
+            psi = negative_entropy(kind, y);
+            phi = integral(kind, u);
+        } else {
+            double size = p->scale[k] * p->temperature[k];
+            lanes z = (y - p->shift[k]) / p->scale[k];
+            if (p->upper[k] < INFINITY) { /* the ends go to the ends exactly */
+                z = choose(y == p->lower[k], all(kind == TANH ? -1.0 : 0.0), z);
+                z = choose(y == p->upper[k], all(1.0), z);
+            }
+            psi = size * negative_entropy(kind, z);
+            phi = p->shift[k] * u + size * integral(kind, u / p->temperature[k]);
+        }
+        loss += psi - y * x->v[k] + phi;
+    }
+    for (int64_t i = 0; i < p->rows; i++) loss -= x->b[i] * x->multipliers[i];
+    for (int l = 0; l < LANES && first + l < s->samples; l++)
+        put(s->loss, first + l, s->single, loss[l]);
+}
+
 /* Room for one thread; NULL where there is none. */
 static void *make_room(const Plan *p, Work *x) {
     int64_t outputs = p->outputs, rows = p->rows, longest = outputs > rows ? outputs : rows;
@@ -367,26 +408,20 @@ static void *make_room(const Plan *p, Work *x) {
     return memory;
 }
 
-void VARIANT(taut_solve)(Solve *s) {
-    Work work;
-    void *memory = make_room(s->plan, &work);
-    while (memory) {
-        int64_t first = __atomic_fetch_add(&s->next, LANES, __ATOMIC_RELAXED);
-        if (first >= s->samples) break;
-        solve_block(s->plan, s, &work, first);
+#define EACH_BLOCK(type, work_on)                                               \
+    (type * s) {                                                                \
+        Work work;                                                              \
+        void *memory = make_room(s->plan, &work);                               \
+        while (memory) {                                                        \
+            int64_t first = __atomic_fetch_add(&s->next, LANES, __ATOMIC_RELAXED); \
+            if (first >= s->samples) break;                                     \
+            work_on(s->plan, s, &work, first);                                  \
+        }                                                                       \
+        free(memory);                                                           \
     }
-    free(memory);
-}
 
-void VARIANT(taut_backward)(Backward *s) {
-    Work work;
-    void *memory = make_room(s->plan, &work);
-    while (memory) {
-        int64_t first = __atomic_fetch_add(&s->next, LANES, __ATOMIC_RELAXED);
-        if (first >= s->samples) break;
-        backward_block(s->plan, s, &work, first);
-    }
-    free(memory);
-}
+void VARIANT(taut_solve) EACH_BLOCK(Solve, solve_block)
+void VARIANT(taut_backward) EACH_BLOCK(Backward, backward_block)
+void VARIANT(taut_loss) EACH_BLOCK(Loss, loss_block)
 
 #endif

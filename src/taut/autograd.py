@@ -1,0 +1,26 @@
+"""Calling autograd functions, with and without torch.func around them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_transformed(x: Any) -> bool:
+    """Is x seen through torch.func (vmap, grad), so that its values cannot be looked at?
+
+    >>> is_transformed(torch.zeros(1))
+    False
+    """
+    return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
+
+
+def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """`function.apply(*args)`, without what torch.func needs where it is not in use.
+
+    That is a signature bound to its arguments, which takes longer than a small solve.
+    """
+    active = torch._C._are_functorch_transforms_active()  # pyright: ignore
+    if active or any(map(is_transformed, args)):
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # pyright: ignore
