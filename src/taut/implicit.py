@@ -70,28 +70,29 @@ class Multipliers(torch.autograd.Function):
     def forward(v: Tensor, data: Tensor, b: Tensor, init: Tensor, task: Task) -> tuple:
         batch, n = v.shape[:-1], v.shape[:-1].numel()
         rows = task.examined(data)
-        flat = (v.reshape(n, v.shape[-1]), b.reshape(n, b.shape[-1]), init.reshape(n, b.shape[-1]))
+        flat_v, flat_b, start = v, b, init
+        if v.ndim != 2:
+            flat_v, flat_b, start = (x.reshape(n, x.shape[-1]) for x in (v, b, init))
         if data.ndim > 2:
             data = data.reshape(n, *data.shape[-2:])
-        found, residual = _quickly(*flat, data, task, rows) or (None, None)
+        found, residual = _quickly(flat_v, flat_b, start, data, task, rows) or (None, None)
         if found is None:
-            found = _solve(*flat, data, task, rows)
-        task.kernel = Kernel.of(rows, task.activation) if residual is not None else None
-        if residual is None:
-            problem = Dual(task.activation, task.map(data), *flat[:2])
+            found = _solve(flat_v, flat_b, start, data, task, rows)
+        if residual is not None:
+            task.kernel = Kernel.of(rows, task.activation)
+        else:
+            problem = Dual(task.activation, task.map(data), flat_v, flat_b)
             residual = _largest(problem.residual(found.z))
             if task.on_failure == "raise" and bool(found.status.any()):
                 status, residual = found.status.reshape(batch), residual.reshape(batch)
                 raise SolveError(_raised(status, residual, problem), status, residual)
-        return (
-            found.multipliers.reshape(b.shape),
-            found.u.reshape(v.shape),
-            found.z.reshape(v.shape),
-            residual.reshape(batch),
-            found.iterations.reshape(batch),
-            found.status.reshape(batch),
-            rows.condition.to(v.dtype).expand(n).reshape(batch),
-        )
+        condition = rows.condition.to(v.dtype).expand(n)
+        multipliers, u, z, iterations, status = found
+        each = residual, iterations, status, condition
+        if v.ndim == 2:
+            return multipliers, u, z, *each
+        outputs = multipliers.reshape(b.shape), u.reshape(v.shape), z.reshape(v.shape)
+        return *outputs, *(x.reshape(batch) for x in each)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

@@ -34,8 +34,10 @@ def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
 class _Plan(Structure):
     _fields_ = [
         *_fields(c_int64, _SIZES),
-        *_fields(c_void_p, "order a sizes row_start row_output row_value output_start output_row"),
-        *_fields(c_void_p, "output_value entry_start entry_output entry_value flat inverse"),
+        *_fields(c_void_p, "order a absolute sizes row_start row_output row_value output_start"),
+        *_fields(
+            c_void_p, "output_row output_value entry_start entry_output entry_value flat inverse"
+        ),
         *_fields(c_void_p, "kind plain shift scale temperature lower upper"),
     ]
 
@@ -80,6 +82,11 @@ def _pool() -> Callable[..., None] | None:
 
 
 _library, _parallel = _load(), _pool()
+_functions = {}
+for _name in () if _library is None else ("taut_solve", "taut_backward", "taut_loss"):
+    _function = getattr(_library, _name)
+    _function.argtypes, _function.restype = [c_void_p], None
+    _functions[_name] = _function, ctypes.cast(_function, c_void_p)
 
 
 def available() -> bool:
@@ -113,6 +120,7 @@ class Kernel:
         sizes = {name: getattr(plan, name) for name in _SIZES.split()}
         pointers = {name: array.data_ptr() for name, array in plan.arrays.items()}
         self._structure = _Plan(**sizes, **pointers)
+        self._address = ctypes.addressof(self._structure)
 
     def __reduce__(self) -> tuple:
         return Kernel, (self._plan,)  # pointers do not travel
@@ -136,26 +144,17 @@ class Kernel:
         limit: int,
     ) -> Attempt:
         """Newton's method from `start`, in float64; the numbers are those of `Newton.solve`."""
-        v = v.contiguous()
-        b, start = (x if x.stride(-1) == 1 else x.contiguous() for x in (b, start.to(v.dtype)))
-        multipliers = torch.empty(b.shape, dtype=v.dtype)
+        v, start = v.contiguous(), start.to(v.dtype)
+        b, start = (x if x.stride(-1) == 1 else x.contiguous() for x in (b, start))
+        n, dtype = len(v), v.dtype
         u, z = torch.empty_like(v), torch.empty_like(v)
-        residual = torch.empty(len(v), dtype=v.dtype)
-        iterations = torch.empty(len(v), dtype=torch.long)
-        verdict = torch.empty(len(v), dtype=torch.int8)
+        multipliers = v.new_empty(n, b.shape[-1])
+        residual, iterations = v.new_empty(n), v.new_empty(n, dtype=torch.long)
+        verdict = v.new_empty(n, dtype=torch.int8)
         tensors = (v, b, start, multipliers, u, z, residual, iterations, verdict)
-        call = _Solve(
-            ctypes.addressof(self._structure),
-            *(x.data_ptr() for x in tensors),
-            samples=len(v),
-            single=v.dtype == torch.float32,
-            b_stride=b.stride(0),
-            start_stride=start.stride(0),
-            limit=min(limit, LIMIT),
-            target=target,
-            share=1.0 if target < 1e-12 else 0.01,
-            huge=torch.finfo(v.dtype).max,
-        )
+        sizes = (n, dtype == torch.float32, b.stride(0), start.stride(0), min(limit, LIMIT), 0, 0)
+        reals = (target, 1.0 if target < 1e-12 else 0.01, torch.finfo(dtype).max)
+        call = _Solve(self._address, *(x.data_ptr() for x in tensors), *sizes, *reals)
         _run("taut_solve", call)
         return Attempt(multipliers, u, z, residual, iterations, verdict, call.unsolved == 0)
 
@@ -171,7 +170,7 @@ class Kernel:
         db = torch.empty(len(u), self._plan.constraints, dtype=u.dtype)
         verdict = torch.empty(len(u), dtype=torch.int8)
         call = _Backward(
-            ctypes.addressof(self._structure),
+            self._address,
             *(None if x is None else x.data_ptr() for x in (*given, dv, db, verdict)),
             samples=len(u),
             single=u.dtype == torch.float32,
@@ -191,22 +190,17 @@ class Kernel:
         v, y, u, multipliers = (x.contiguous() for x in (v, y, u, multipliers))
         b = b if b.stride(-1) == 1 else b.contiguous()
         loss = torch.empty(len(v), dtype=v.dtype)
-        call = _Loss(
-            ctypes.addressof(self._structure),
-            *(x.data_ptr() for x in (v, b, y, u, multipliers, loss)),
-            samples=len(v),
-            single=v.dtype == torch.float32,
-            b_stride=b.stride(0),
-        )
+        pointers = (x.data_ptr() for x in (v, b, y, u, multipliers, loss))
+        call = _Loss(self._address, *pointers, len(v), v.dtype == torch.float32, b.stride(0), 0)
         _run("taut_loss", call)
         return loss
 
 
 def _run(name: str, call: Structure) -> None:
     """On as many threads as torch uses; each takes the next samples that nobody works on."""
-    function = getattr(_library, name)
+    function, address = _functions[name]
     threads = min(torch.get_num_threads(), -(-call.samples // 16))
     if threads < 2 or _parallel is None:
         function(byref(call))
     else:
-        _parallel(ctypes.cast(function, c_void_p), byref(call), threads, 0)
+        _parallel(address, byref(call), threads, 0)

@@ -75,8 +75,12 @@ class _Matched(torch.autograd.Function):
         kernel: Kernel | None,
     ) -> Tensor:
         if kernel is not None:
-            flat = (x.reshape(-1, x.shape[-1]) for x in (v, b, y, u, multipliers))
-            return kernel.loss(*flat).reshape(v.shape[:-1])
+            if v.ndim == 2:
+                return kernel.loss(v, b, y, u, multipliers)
+            v, b, y, u, multipliers = (
+                x.reshape(-1, x.shape[-1]) for x in (v, b, y, u, multipliers)
+            )
+            return kernel.loss(v, b, y, u, multipliers).reshape(problem.v.shape[:-1])
         row = problem.activation
         terms = torch.addcmul(row.psi(y), y, v, value=-1).add_(row.phi(u))
         return terms.sum(-1) - (b * multipliers).sum(-1)

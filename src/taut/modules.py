@@ -138,10 +138,10 @@ class LagrangeMemory(nn.Module):
                 f"index {tuple(index.shape)} and multipliers {tuple(found.shape)} do not belong "
                 f"together in a memory of {tuple(self.multipliers.shape)}."
             )
-        found = found.to(self.multipliers.dtype)
-        if solution.kernel is not None:  # all solved
+        if solution.kernel is not None and found.dtype == self.multipliers.dtype:  # all solved
             self.multipliers[index] = found
             return
+        found = found.to(self.multipliers.dtype)
         usable = found.isfinite().all(-1) & (solution.status <= 1)
         self.multipliers[index[usable]] = found[usable]
 
@@ -149,11 +149,9 @@ class LagrangeMemory(nn.Module):
         index = torch.as_tensor(index, device=self.multipliers.device)
         if index.is_floating_point() or index.dtype == torch.bool:
             raise TypeError(f"index must hold integers; got {index.dtype}.")
-        if index.numel() and (int(index.min()) < 0 or int(index.max()) >= len(self)):
-            raise IndexError(
-                f"sample indices must lie in 0 … {len(self) - 1}; got "
-                f"{int(index.min())} … {int(index.max())}."
-            )
+        low, high = (int(x) for x in index.aminmax()) if index.numel() else (0, -1)
+        if low < 0 or high >= len(self):
+            raise IndexError(f"sample indices must lie in 0 … {len(self) - 1}; got {low} … {high}.")
         return index.long()
 
 

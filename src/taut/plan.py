@@ -61,7 +61,8 @@ def make_plan(rows: Rows, activation: Activation) -> Plan | None:
     order = _filled(torch.cat([parts[0], _filled(parts[1]), parts[2]]))
     a = A.data.new_zeros(len(order), len(functions["kind"]))
     a[order >= 0, :given] = A.data[order[order >= 0]]
-    arrays = functions | {"order": order, "a": a, "sizes": a.abs().sum(-1)}
+    absolute = a.abs()
+    arrays = functions | {"order": order, "a": a, "absolute": absolute, "sizes": absolute.sum(-1)}
     if sparse:
         arrays |= _lists(a, worked)
     w = functions["scale"] / functions["temperature"]

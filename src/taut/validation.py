@@ -10,6 +10,25 @@ from taut.activation import Activation
 
 def validate(v: Any, A: Any, b: Any, init: Any, activation: Activation, on_failure: str) -> None:
     """Refuse what cannot be a problem, and say what was received."""
+    if not _ordinary(v, A, b, init, on_failure):
+        _examine(v, A, b, init, on_failure)
+    _validate_activation(activation, v)
+
+
+def _ordinary(v: Any, A: Any, b: Any, init: Any, on_failure: str) -> bool:
+    """Is it plainly a batch with one A? Looked at first, because training asks so often."""
+    if not (type(v) is type(A) is type(b) is Tensor and (init is None or type(init) is Tensor)):
+        return False
+    if v.ndim != 2 or A.ndim != 2 or A.layout != torch.strided:
+        return False
+    (n, columns), (rows, width), dtype = v.shape, A.shape, v.dtype
+    shapes = b.shape == (n, rows) and (init is None or init.shape == (n, rows)) and columns == width
+    same = dtype == A.dtype == b.dtype and dtype in (torch.float32, torch.float64)
+    devices = v.device == A.device == b.device and (init is None or init.device == v.device)
+    return shapes and same and devices and columns > 0 and on_failure in ("raise", "return")
+
+
+def _examine(v: Any, A: Any, b: Any, init: Any, on_failure: str) -> None:
     given = {"v": v, "A": A, "b": b} | ({} if init is None else {"init": init})
     for name, x in given.items():
         if not isinstance(x, Tensor):
@@ -35,11 +54,12 @@ def validate(v: Any, A: Any, b: Any, init: Any, activation: Activation, on_failu
     if on_failure not in ("raise", "return"):
         raise ValueError(f'on_failure must be "raise" or "return"; got {on_failure!r}.')
     _validate_shapes(v, A, b, init)
-    _validate_activation(activation, v)
 
 
 def _validate_activation(activation: Activation, v: Tensor) -> None:
     form = activation.form
+    if form is None and activation.parts is None:
+        return
     parameters = [activation.range.lower, activation.range.upper]
     parameters += [] if form is None else [form.shift, form.scale, form.temperature]
     for parameter in parameters:

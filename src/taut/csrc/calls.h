@@ -15,7 +15,7 @@ typedef struct {
     int64_t constraints;  /* I */
     int64_t positive;     /* is no a·z negative? */
     const int64_t *order; /* the row of A that each is, or −1 for filling */
-    const double *a;      /* rows × outputs */
+    const double *a, *absolute; /* rows × outputs, and without signs */
     const double *sizes;  /* Σ|a| of each row */
     /* Where A is mostly zeros, its non-zeros by row, and by output for the rows kept; and the
      * products of two in one output, by entry of the lower triangle of A diag(w) Aᵀ. */

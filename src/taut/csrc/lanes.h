@@ -90,29 +90,27 @@ INLINE lanes logarithm_of_one_plus(lanes x) {
 
 typedef enum { EXP, SIGMOID, TANH, LINEAR } Kind;
 
-/* z = σ(x) and its derivative, which keeps its digits where σ has saturated */
-INLINE void activate(Kind kind, lanes x, lanes *z, lanes *slope) {
-    lanes e;
-    *z = *slope = x;
+typedef struct {
+    lanes z, slope;
+} Output;
+
+/* σ(x) and its derivative, which keeps its digits where σ has saturated */
+INLINE Output activate(Kind kind, lanes x) {
+    lanes e, r;
     switch (kind) {
     case EXP:
-        *z = *slope = exponential(x);
-        break;
+        e = exponential(x);
+        return (Output){e, e};
     case SIGMOID:
         e = exponential(-absolute(x));
-        *slope = 1.0 / (1.0 + e);
-        *z = choose(x >= 0.0, *slope, e * *slope);
-        *slope *= e * *slope;
-        break;
+        r = 1.0 / (1.0 + e);
+        return (Output){choose(x >= 0.0, r, e * r), e * r * r};
     case TANH:
         e = exponential_less_one(-2.0 * absolute(x)); /* tanh|x| = −e/(2 + e) */
-        *slope = 1.0 / (2.0 + e);
-        *z = -e * *slope;
-        *z = choose(x >= 0.0, *z, -*z);
-        *slope *= 4.0 * (e + 1.0) * *slope;
-        break;
-    case LINEAR:
-        *slope = all(1.0);
+        r = 1.0 / (2.0 + e);
+        return (Output){choose(x >= 0.0, -e * r, e * r), 4.0 * (e + 1.0) * r * r};
+    default:
+        return (Output){x, all(1.0)};
     }
 }
 

@@ -31,7 +31,9 @@ PART void evaluate(const Plan *p, const Solve *s, Work *x) {
             lanes u = x->v[k + t] + sum[t];
             reach = larger(reach, absolute(u - x->u[k + t]));
             x->u[k + t] = u;
-            activate_output(p, k + t, u, &x->z[k + t], &x->w[k + t]);
+            Output out = activate_output(p, k + t, u);
+            x->z[k + t] = out.z;
+            x->w[k + t] = out.slope;
         }
     }
     lanes *spread = x->z;
@@ -84,11 +86,8 @@ PART void size_of_b(const Plan *p, Work *x) {
     }
     if (!zeros) return;
     for (int l = 0; l < LANES; l++) nothing |= natural[l] == 0;
-    for (int64_t k = 0; nothing && k < p->outputs; k++) {
-        lanes z, w;
-        activate_output(p, k, x->v[k], &z, &w);
-        largest = larger(largest, absolute(z));
-    }
+    for (int64_t k = 0; nothing && k < p->outputs; k++)
+        largest = larger(largest, absolute(activate_output(p, k, x->v[k]).z));
     natural = choose(natural == 0.0, at_most(largest, all(1.0)), natural);
     for (int64_t i = 0; i < p->rows; i++)
         x->size[i] =
@@ -319,9 +318,8 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     for (int l = 0; l < LANES; l++) live[l] = -(s->status[sample(first, l, s->samples)] == 0);
     read_outputs(p, x->u, s->u, first, s->samples, s->single);
     for (int64_t k = 0; k < p->outputs; k++) {
-        lanes z;
         x->u[k] = choose(live, x->u[k], all(0.0));
-        activate_output(p, k, x->u[k], &z, &x->w[k]);
+        x->w[k] = activate_output(p, k, x->u[k]).slope;
         x->v[k] = all(0.0);
     }
     if (s->g_u) read_outputs(p, x->v, s->g_u, first, s->samples, s->single);

@@ -59,15 +59,13 @@ INLINE void write_rows(const Plan *p, const lanes *from, void *x, int64_t first,
                 i < p->kept ? from[i][l] : 0.0);
 }
 
-INLINE void activate_output(const Plan *p, int64_t k, lanes u, lanes *z, lanes *w) {
-    if (p->plain[k]) {
-        activate(p->kind[k], u, z, w);
-        return;
-    }
-    activate(p->kind[k], u / p->temperature[k], z, w);
-    *z = p->shift[k] + p->scale[k] * *z;
-    *z = at_most(at_least(*z, all(p->lower[k])), all(p->upper[k]));
-    *w *= p->scale[k] / p->temperature[k];
+INLINE Output activate_output(const Plan *p, int64_t k, lanes u) {
+    if (p->plain[k]) return activate(p->kind[k], u);
+    Output out = activate(p->kind[k], u / p->temperature[k]);
+    out.z = p->shift[k] + p->scale[k] * out.z;
+    out.z = at_most(at_least(out.z, all(p->lower[k])), all(p->upper[k]));
+    out.slope *= p->scale[k] / p->temperature[k];
+    return out;
 }
 
 /* out[0 … TILE) = (Aᵀx)_k, from output k on; x of the rows kept */
@@ -109,13 +107,10 @@ INLINE void apply(const Plan *p, const lanes *x, int64_t i, int sign, lanes *out
         return;
     }
     lanes sum[TILE] = {all(0.0), all(0.0), all(0.0), all(0.0)};
-    const double *a = p->a + i * p->outputs;
+    const double *a = (sign ? p->a : p->absolute) + i * p->outputs;
     for (int64_t k = 0; k < p->outputs; k++) {
 #pragma GCC unroll 4
-        for (int t = 0; t < TILE; t++) {
-            double entry = a[t * p->outputs + k];
-            sum[t] += (sign ? entry : fabs(entry)) * x[k];
-        }
+        for (int t = 0; t < TILE; t++) sum[t] += a[t * p->outputs + k] * x[k];
     }
 #pragma GCC unroll 4
     for (int t = 0; t < TILE; t++) out[t] = sum[t];
