@@ -99,10 +99,12 @@ PART void multiply(const Plan *p, const double *matrix, lanes *x, lanes *room) {
     memcpy(room, x, n * sizeof *x);
     for (int64_t i = 0; i < n; i += TILE) {
         lanes sum[TILE] = {all(0.0), all(0.0), all(0.0), all(0.0)};
-        for (int64_t j = 0; j < n; j++)
+        const int count = i + TILE <= n ? TILE : (int)(n - i);
+        for (int64_t j = 0; j < n && count == TILE; j++)
 #pragma GCC unroll 4
-            for (int t = 0; t < TILE; t++)
-                if (i + t < n) sum[t] += matrix[(i + t) * n + j] * room[j];
+            for (int t = 0; t < TILE; t++) sum[t] += matrix[(i + t) * n + j] * room[j];
+        for (int t = 0; t < count && count < TILE; t++)
+            for (int64_t j = 0; j < n; j++) sum[t] += matrix[(i + t) * n + j] * room[j];
         for (int t = 0; t < TILE && i + t < n; t++) x[i + t] = sum[t];
     }
 }

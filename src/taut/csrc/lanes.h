@@ -18,6 +18,30 @@ INLINE lanes choose(mask m, lanes yes, lanes no) {
     return (lanes)((m & (mask)yes) | (~m & (mask)no));
 }
 INLINE lanes absolute(lanes x) { return (lanes)((mask)x & INT64_MAX); }
+INLINE int any(mask m) {
+    int64_t found = 0;
+    for (int l = 0; l < LANES; l++) found |= m[l];
+    return found != 0;
+}
+/* Row i, lane j becomes row j, lane i. */
+INLINE void transpose(lanes *x) {
+    for (int i = 0; i < LANES; i += 2) {
+        lanes a = x[i], b = x[i + 1];
+        x[i] = __builtin_shuffle(a, b, (mask){0, 8, 2, 10, 4, 12, 6, 14});
+        x[i + 1] = __builtin_shuffle(a, b, (mask){1, 9, 3, 11, 5, 13, 7, 15});
+    }
+    for (int i = 0; i < LANES; i += i % 4 ? 3 : 1) {
+        lanes a = x[i], b = x[i + 2];
+        x[i] = __builtin_shuffle(a, b, (mask){0, 1, 8, 9, 4, 5, 12, 13});
+        x[i + 2] = __builtin_shuffle(a, b, (mask){2, 3, 10, 11, 6, 7, 14, 15});
+    }
+    for (int i = 0; i < LANES / 2; i++) {
+        lanes a = x[i], b = x[i + 4];
+        x[i] = __builtin_shuffle(a, b, (mask){0, 1, 2, 3, 8, 9, 10, 11});
+        x[i + 4] = __builtin_shuffle(a, b, (mask){4, 5, 6, 7, 12, 13, 14, 15});
+    }
+}
+
 /* NaN stays. */
 INLINE lanes at_least(lanes x, lanes low) { return choose(x < low, low, x); }
 INLINE lanes at_most(lanes x, lanes high) { return choose(x > high, high, x); }

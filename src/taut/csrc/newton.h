@@ -13,6 +13,7 @@
 #define TRIALS 20
 #define CHORDS 5
 #define EPS 0x1p-52
+#define FAR 1e-3
 
 typedef struct {
     lanes *v, *u, *z, *w;                                /* outputs */
@@ -22,41 +23,50 @@ typedef struct {
     lanes relative, reach;
 } Work;
 
+/* The residual over |b| + share·|A||z|; `roughly` with what |A||z| can be at most instead. */
+INLINE lanes measure(const Plan *p, const Solve *s, Work *x, int roughly, lanes most) {
+    lanes largest = all(0.0), terms[TILE];
+    for (int64_t i = 0; i < p->rows; i += TILE) {
+        if (!roughly) apply(p, p->positive ? x->z : x->y, i, 0, terms);
+        for (int t = 0; t < TILE; t++) {
+            lanes size = roughly ? p->sizes[i + t] * most : terms[t];
+            lanes scale = x->size[i + t] + s->share * size;
+            scale = at_most(at_least(scale, all(0x1p-1022)), all(0x1.fp997));
+            largest = larger(largest, absolute(x->residual[i + t]) / scale);
+        }
+    }
+    return largest;
+}
+
 /* u, z, w, the residual and its size at the multipliers; how far u has moved */
 PART void evaluate(const Plan *p, const Solve *s, Work *x) {
-    lanes reach = all(0.0), relative = all(0.0), sum[TILE];
+    lanes reach = all(0.0), most = all(0.0), sum[TILE];
+    mask moved = all(0.0) != all(0.0);
+    for (int64_t i = 0; i < p->kept; i++) moved |= x->multipliers[i] != 0.0;
+    const int from_zero = !any(moved);
     for (int64_t k = 0; k < p->outputs; k += TILE) {
-        adjoint(p, x->multipliers, k, sum);
+        if (!from_zero) adjoint(p, x->multipliers, k, sum);
         for (int t = 0; t < TILE; t++) {
-            lanes u = x->v[k + t] + sum[t];
-            reach = larger(reach, absolute(u - x->u[k + t]));
-            x->u[k + t] = u;
+            lanes u = from_zero ? x->v[k + t] : x->v[k + t] + sum[t];
             Output out = activate_output(p, k + t, u);
+            reach = larger(reach, absolute(u - x->u[k + t]));
+            most = larger(most, absolute(out.z));
+            x->u[k + t] = u;
             x->z[k + t] = out.z;
             x->w[k + t] = out.slope;
         }
     }
-    lanes *spread = x->z;
-    if (!p->positive) { /* y is free between solves: as long as the outputs */
-        spread = x->y;
-        for (int64_t k = 0; k < p->outputs; k++) spread[k] = absolute(x->z[k]);
-    }
     for (int64_t i = 0; i < p->rows; i += TILE) {
-        lanes terms[TILE];
         apply(p, x->z, i, 1, sum);
-        if (p->positive)
-            memcpy(terms, sum, sizeof terms);
-        else
-            apply(p, spread, i, 0, terms);
-        for (int t = 0; t < TILE; t++) {
-            lanes scale = x->size[i + t] + s->share * terms[t];
-            x->residual[i + t] = sum[t] - x->b[i + t];
-            scale = at_most(at_least(scale, all(0x1p-1022)), all(0x1.fp997));
-            relative = larger(relative, absolute(x->residual[i + t]) / scale);
-        }
+        for (int t = 0; t < TILE; t++) x->residual[i + t] = sum[t] - x->b[i + t];
     }
-    x->relative = relative;
     x->reach = reach;
+    x->relative = measure(p, s, x, 1, most);
+    /* In truth it is no less. Where that is clearly too much, it need not be known better. */
+    mask far = x->relative > (s->target > FAR ? s->target : FAR);
+    if (!any(~far)) return;
+    for (int64_t k = 0; k < p->outputs && !p->positive; k++) x->y[k] = absolute(x->z[k]);
+    x->relative = choose(far, x->relative, measure(p, s, x, 0, most));
 }
 
 /* The residual against the size of what is rounded in it: rounding_scale of solver.py. */
@@ -98,12 +108,6 @@ INLINE lanes dot(const Plan *p, const lanes *x, const lanes *y) {
     lanes sum = all(0.0);
     for (int64_t i = 0; i < p->kept; i++) sum += x[i] * y[i];
     return sum;
-}
-
-INLINE int any(mask m) {
-    int64_t found = 0;
-    for (int l = 0; l < LANES; l++) found |= m[l];
-    return found != 0;
 }
 
 /* The multipliers move by `by` times the step, where `which`. */

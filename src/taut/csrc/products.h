@@ -25,19 +25,50 @@ INLINE int64_t sample(int64_t first, int lane, int64_t samples) {
     return first + lane < samples ? first + lane : samples - 1;
 }
 
-INLINE void read_outputs(const Plan *p, lanes *to, const void *x, int64_t first, int64_t samples,
-                         int64_t single) {
-    for (int l = 0; l < LANES; l++) {
-        int64_t at = sample(first, l, samples) * p->given;
-        for (int64_t k = 0; k < p->given; k++) to[k][l] = number(x, at + k, single);
+typedef float floats __attribute__((vector_size(4 * LANES)));
+
+INLINE lanes load(const void *x, int64_t i, int64_t single) {
+    lanes wide;
+    floats narrow;
+    if (!single) return *(lanes *)memcpy(&wide, (const double *)x + i, sizeof wide);
+    memcpy(&narrow, (const float *)x + i, sizeof narrow);
+    return __builtin_convertvector(narrow, lanes);
+}
+
+INLINE void store(void *x, int64_t i, int64_t single, lanes value) {
+    floats narrow = __builtin_convertvector(value, floats);
+    if (single)
+        memcpy((float *)x + i, &narrow, sizeof narrow);
+    else
+        memcpy((double *)x + i, &value, sizeof value);
+}
+
+PART void read_outputs(const Plan *p, lanes *to, const void *x, int64_t first, int64_t samples,
+                       int64_t single) {
+    const int64_t whole = p->given / LANES * LANES;
+    for (int64_t k = 0; k < whole; k += LANES) {
+        for (int l = 0; l < LANES; l++)
+            to[k + l] = load(x, sample(first, l, samples) * p->given + k, single);
+        transpose(to + k);
     }
+    for (int64_t k = whole; k < p->given; k++)
+        for (int l = 0; l < LANES; l++)
+            to[k][l] = number(x, sample(first, l, samples) * p->given + k, single);
     for (int64_t k = p->given; k < p->outputs; k++) to[k] = all(0.0);
 }
 
-INLINE void write_outputs(const Plan *p, const lanes *from, void *x, int64_t first, int64_t samples,
-                          int64_t single) {
-    for (int l = 0; l < LANES && first + l < samples; l++)
-        for (int64_t k = 0; k < p->given; k++)
+PART void write_outputs(const Plan *p, const lanes *from, void *x, int64_t first, int64_t samples,
+                        int64_t single) {
+    const int64_t whole = p->given / LANES * LANES;
+    for (int64_t k = 0; k < whole; k += LANES) {
+        lanes block[LANES];
+        memcpy(block, from + k, sizeof block);
+        transpose(block);
+        for (int l = 0; l < LANES && first + l < samples; l++)
+            store(x, (first + l) * p->given + k, single, block[l]);
+    }
+    for (int64_t k = whole; k < p->given; k++)
+        for (int l = 0; l < LANES && first + l < samples; l++)
             put(x, (first + l) * p->given + k, single, from[k][l]);
 }
 
@@ -79,14 +110,20 @@ INLINE void adjoint(const Plan *p, const lanes *x, int64_t k, lanes *out) {
         }
         return;
     }
-    lanes sum[TILE] = {all(0.0), all(0.0), all(0.0), all(0.0)};
-    for (int64_t i = 0; i < p->kept; i++) {
+    /* Two sums for each, or every addition would wait for the one before. */
+    lanes even[TILE] = {all(0.0), all(0.0), all(0.0), all(0.0)}, odd[TILE];
+#pragma GCC unroll 4
+    for (int t = 0; t < TILE; t++) odd[t] = all(0.0);
+    for (int64_t i = 0; i < p->kept; i += 2) {
         const double *a = p->a + i * p->outputs + k;
 #pragma GCC unroll 4
-        for (int t = 0; t < TILE; t++) sum[t] += a[t] * x[i];
+        for (int t = 0; t < TILE; t++) {
+            even[t] += a[t] * x[i];
+            odd[t] += a[p->outputs + t] * x[i + 1];
+        }
     }
 #pragma GCC unroll 4
-    for (int t = 0; t < TILE; t++) out[t] = sum[t];
+    for (int t = 0; t < TILE; t++) out[t] = even[t] + odd[t];
 }
 
 /* out[0 … TILE) = (A x)_i from row i on, or |A|x */
@@ -106,14 +143,19 @@ INLINE void apply(const Plan *p, const lanes *x, int64_t i, int sign, lanes *out
         }
         return;
     }
-    lanes sum[TILE] = {all(0.0), all(0.0), all(0.0), all(0.0)};
-    const double *a = (sign ? p->a : p->absolute) + i * p->outputs;
-    for (int64_t k = 0; k < p->outputs; k++) {
+    lanes even[TILE] = {all(0.0), all(0.0), all(0.0), all(0.0)}, odd[TILE];
 #pragma GCC unroll 4
-        for (int t = 0; t < TILE; t++) sum[t] += a[t * p->outputs + k] * x[k];
+    for (int t = 0; t < TILE; t++) odd[t] = all(0.0);
+    const double *a = (sign ? p->a : p->absolute) + i * p->outputs;
+    for (int64_t k = 0; k < p->outputs; k += 2) {
+#pragma GCC unroll 4
+        for (int t = 0; t < TILE; t++) {
+            even[t] += a[t * p->outputs + k] * x[k];
+            odd[t] += a[t * p->outputs + k + 1] * x[k + 1];
+        }
     }
 #pragma GCC unroll 4
-    for (int t = 0; t < TILE; t++) out[t] = sum[t];
+    for (int t = 0; t < TILE; t++) out[t] = even[t] + odd[t];
 }
 
 #endif
