@@ -12,9 +12,9 @@ from taut.activation import Activation
 from taut.autograd import apply, is_transformed
 from taut.dual import Dual
 from taut.factor import share, solve_gram
-from taut.kernel import LIMIT, Kernel
+from taut.kernel import Kernel
 from taut.linear import DenseMap, LinearMap, dense_map
-from taut.newton import smallest
+from taut.newton import contradictory, smallest
 from taut.rows import Rows, analyse, unexamined
 from taut.solution import SolveError, Status, explain
 from taut.solver import Outcome
@@ -147,21 +147,19 @@ def _quickly(
     start = init if rows.fold is None else rows.enter(rows.basis, init.to(rows.fold.dtype))
     target = solver.target(torch.float64, eps)
     found = kernel.solve(v, b, start, target, solver.max_iterations)
-    multipliers, status = found.multipliers, torch.zeros_like(found.iterations)
+    multipliers, solved = found.multipliers, found.solved
     if rows.projector is not None:
-        dual = Dual(task.activation, rows.basis, v.to(torch.float64), b)
+        dual = Dual(task.activation, rows.basis, v.to(torch.float64), b.to(torch.float64))
         multipliers = smallest(rows, dual, multipliers.to(torch.float64), eps).to(v.dtype)
+        agree = ~contradictory(rows, dual.b, eps)
+        solved = agree if solved is None else solved & agree
+        solved = None if bool(solved.all()) else solved
+    status = torch.zeros_like(found.iterations)
     outcome = Outcome(multipliers, found.u, found.z, found.iterations, status)
-    if found.complete:
+    if solved is None:
         return outcome, found.residual
-    left = (found.verdict != 1).nonzero().squeeze(-1)
-    near = (found.verdict[left] == 2).unsqueeze(-1)
-    if solver.max_iterations <= LIMIT:  # none are left for it
-        near = near & False
-    init = torch.where(near, multipliers[left].to(init.dtype), init[left])
-    rest = _solve(v[left], b[left], init, data, task, rows)
-    more = torch.where(near.squeeze(-1), found.iterations[left], 0)
-    outcome.write(left, rest._replace(iterations=rest.iterations + more))
+    left = (~solved).nonzero().squeeze(-1)
+    outcome.write(left, _solve(v[left], b[left], init[left], data, task, rows))
     return outcome, None
 
 

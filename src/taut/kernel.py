@@ -14,14 +14,14 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from taut.activation import Activation
 from taut.plan import Plan, make_plan
 from taut.rows import Rows
 
-LIMIT = 30  # iterations; what takes longer is not easy
+_LIMIT = 30  # iterations; what takes longer is not easy
 
 
 _SIZES = "outputs given rows kept disjoint constraints positive"
@@ -44,7 +44,7 @@ class _Plan(Structure):
 
 class _Solve(Structure):
     _fields_ = [
-        *_fields(c_void_p, "plan v b start multipliers u z residual iterations verdict"),
+        *_fields(c_void_p, "plan v b start multipliers u z residual iterations solved"),
         *_fields(c_int64, "samples single b_stride start_stride limit next unsolved"),
         *_fields(c_double, "target share huge"),
     ]
@@ -59,7 +59,7 @@ class _Loss(Structure):
 
 class _Backward(Structure):
     _fields_ = [
-        *_fields(c_void_p, "plan u g_multipliers g_u g_z status dv db verdict"),
+        *_fields(c_void_p, "plan u g_multipliers g_u g_z status dv db solved"),
         *_fields(c_int64, "samples single next unsolved"),
     ]
 
@@ -107,8 +107,7 @@ class Attempt(NamedTuple):
     z: Float[Tensor, "N K"]
     residual: Float[Tensor, "N"]
     iterations: Int[Tensor, "N"]
-    verdict: Int[Tensor, "N"]  # 1 where solved, 2 where nearly so
-    complete: bool  # are all solved?
+    solved: Bool[Tensor, "N"] | None  # None says that all are
 
 
 @final
@@ -150,13 +149,14 @@ class Kernel:
         u, z = torch.empty_like(v), torch.empty_like(v)
         multipliers = v.new_empty(n, b.shape[-1])
         residual, iterations = v.new_empty(n), v.new_empty(n, dtype=torch.long)
-        verdict = v.new_empty(n, dtype=torch.int8)
-        tensors = (v, b, start, multipliers, u, z, residual, iterations, verdict)
-        sizes = (n, dtype == torch.float32, b.stride(0), start.stride(0), min(limit, LIMIT), 0, 0)
+        solved = v.new_empty(n, dtype=torch.bool)
+        tensors = (v, b, start, multipliers, u, z, residual, iterations, solved)
+        sizes = (n, dtype == torch.float32, b.stride(0), start.stride(0), min(limit, _LIMIT), 0, 0)
         reals = (target, 1.0 if target < 1e-12 else 0.01, torch.finfo(dtype).max)
         call = _Solve(self._address, *(x.data_ptr() for x in tensors), *sizes, *reals)
         _run("taut_solve", call)
-        return Attempt(multipliers, u, z, residual, iterations, verdict, call.unsolved == 0)
+        solved = solved if call.unsolved else None
+        return Attempt(multipliers, u, z, residual, iterations, solved)
 
     def backward(
         self,
@@ -168,15 +168,15 @@ class Kernel:
         given = [None if x is None else x.contiguous() for x in (u, *grads, status)]
         dv = torch.empty_like(u)
         db = torch.empty(len(u), self._plan.constraints, dtype=u.dtype)
-        verdict = torch.empty(len(u), dtype=torch.int8)
+        solved = torch.empty(len(u), dtype=torch.bool)
         call = _Backward(
             self._address,
-            *(None if x is None else x.data_ptr() for x in (*given, dv, db, verdict)),
+            *(None if x is None else x.data_ptr() for x in (*given, dv, db, solved)),
             samples=len(u),
             single=u.dtype == torch.float32,
         )
         _run("taut_backward", call)
-        return dv, db, (verdict == 0).nonzero().squeeze(-1) if call.unsolved else None
+        return dv, db, (~solved).nonzero().squeeze(-1) if call.unsolved else None
 
     def loss(
         self,

@@ -179,16 +179,14 @@ class Newton(Solver):
     def _redundant(self, problem: Problem, state: State, status: Tensor, eps: float) -> Tensor:
         """The verdicts on samples with rows that others imply: do their b agree?"""
         left_out = torch.as_tensor(problem.rows.left_out, device=state.u.device)
-        b, gap = problem.dual.b, problem.dual.b - problem.rows.project(problem.dual.b)
-        contradictory = (gap.abs() > eps**0.5 * b.abs().amax(-1, keepdim=True)).any(-1)
         scale = rounding_scale(problem.dual, state.u, state.z)
         kept = relative(state.residual.masked_fill(left_out, 0), scale)
         solved = (kept <= 8 * torch.finfo(scale.dtype).eps) & left_out.any(-1) & (status < 0)
         # Of numbers given to eps, more than that cannot be asked of the rows left out.
         alike = relative(state.residual, problem.rows.folded(scale)) <= max(16 * eps, self._floor)
         status = status.where(~(solved & alike), int(Status.CONVERGED))
-        contradictory = (status < 0) & (contradictory | solved)
-        return status.where(~contradictory, int(Status.INCONSISTENT))
+        inconsistent = contradictory(problem.rows, problem.dual.b, eps) | solved
+        return status.where((status >= 0) | ~inconsistent, int(Status.INCONSISTENT))
 
 
 def _start(problem: Problem, init: Tensor) -> State:
@@ -222,6 +220,12 @@ def _lower(problem: Problem, state: State) -> State:
         better = (size < before).nonzero().squeeze(-1)
         state.write(better, trial.rows(better))
     return state
+
+
+def contradictory(rows: Rows, b: Float[Tensor, "n I"], eps: float) -> Bool[Tensor, "n"]:
+    """Where b is plainly out of the range of an A with redundant rows, given to `eps`."""
+    gap = b - rows.project(b)
+    return (gap.abs() > eps**0.5 * b.abs().amax(-1, keepdim=True)).any(-1)
 
 
 def smallest(rows: Rows, dual: Dual, multipliers: Float[Tensor, "n I"], eps: float) -> Tensor:

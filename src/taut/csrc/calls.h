@@ -37,9 +37,9 @@ typedef struct {
     const void *v, *b, *start;
     void *multipliers, *u, *z, *residual;
     int64_t *iterations;
-    int8_t *verdict; /* 1 is solved, 2 nearly so */
+    int8_t *solved;
     int64_t samples, single, b_stride, start_stride, limit; /* single: float32 in and out */
-    int64_t next, unsolved; /* the first sample nobody works on; how many have no verdict 1 */
+    int64_t next, unsolved; /* the first sample nobody works on; how many are not solved */
     double target, share, huge;
 } Solve;
 
@@ -48,7 +48,7 @@ typedef struct {
     const void *u, *g_multipliers, *g_u, *g_z; /* gradients may be NULL */
     const int64_t *status;
     void *dv, *db;
-    int8_t *verdict;
+    int8_t *solved;
     int64_t samples, single, next, unsolved;
 } Backward;
 

@@ -311,8 +311,8 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
     for (int l = 0; l < LANES && first + l < s->samples; l++) {
         s->iterations[first + l] = (int64_t)iterations[l];
         put(s->residual, first + l, s->single, residual[l]);
-        s->verdict[first + l] = !fit[l] ? 0 : solved[l] ? 1 : x->relative[l] < 1e-6 ? 2 : 0;
-        if (s->verdict[first + l] != 1) __atomic_fetch_add(&s->unsolved, 1, __ATOMIC_RELAXED);
+        s->solved[first + l] = fit[l] && solved[l];
+        if (!s->solved[first + l]) __atomic_fetch_add(&s->unsolved, 1, __ATOMIC_RELAXED);
     }
 }
 
@@ -357,8 +357,8 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     write_outputs(p, x->v, s->dv, first, s->samples, s->single);
     write_rows(p, x->step, s->db, first, s->samples, s->single);
     for (int l = 0; l < LANES && first + l < s->samples; l++) {
-        s->verdict[first + l] = fine[l] || !live[l];
-        if (!s->verdict[first + l]) __atomic_fetch_add(&s->unsolved, 1, __ATOMIC_RELAXED);
+        s->solved[first + l] = fine[l] || !live[l];
+        if (!s->solved[first + l]) __atomic_fetch_add(&s->unsolved, 1, __ATOMIC_RELAXED);
     }
 }
 
