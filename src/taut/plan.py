@@ -17,8 +17,8 @@ from taut.rows import Rows
 TILE = 4  # as in csrc/plan.h
 # By function, not by row: a row that comes out of a file is another object.
 _KINDS = {exp.sigma: 0, sigmoid.sigma: 1, tanh.sigma: 2, linear.sigma: 3}
-# The largest systems and numbers of outputs for which eight samples at a time fit a cache.
-_MAX_ROWS, _MAX_OUTPUTS = 192, 2**14
+# Beyond these, eight samples at a time no longer fit a cache, and the gain is gone.
+_MAX_ROWS, _MAX_OUTPUTS = 512, 2**17
 
 
 @final
