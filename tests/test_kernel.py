@@ -1,0 +1,249 @@
+"""The compiled kernel against the torch code it stands in for."""
+
+import ctypes
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+import taut
+from tables import ROWS, SHORT
+from taut import Status, kernel
+from taut.implicit import examine
+from taut.kernel import Kernel
+from taut.linear import DenseMap
+
+pytestmark = pytest.mark.skipif(not kernel.available(), reason="no kernel: was there a compiler?")
+
+# Rows made of these functions alone are the kernel's; srlu is not.
+COVERED = {name: row for name, row in ROWS.items() if "srlu" not in name}
+COVERED.pop("weighted mixed")
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Call a function with the torch code alone."""
+
+    def call(function, *args, **kwargs):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernel, "_library", None)
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _problem(row, n=21, K=5, I=3, dtype=torch.float64, spread=2.0):
+    A = torch.randn(I, K, dtype=torch.float64)
+    b = row.sigma(torch.randn(n, K, dtype=torch.float64)) @ A.mT
+    v = spread * torch.randn(n, K, dtype=torch.float64)
+    return v.to(dtype), A.to(dtype), b.to(dtype)
+
+
+def _solve_and_differentiate(v, A, b, row):
+    v, b = v.clone().requires_grad_(), b.clone().requires_grad_()
+    solution = taut.project(v, A, b, activation=row)
+    y = row.sigma(torch.randn(v.shape, generator=torch.Generator().manual_seed(1), dtype=v.dtype))
+    taut.matched_loss(solution, y).backward(retain_graph=True)
+    matched, v.grad = v.grad, None
+    loss = solution.z.square().sum() + solution.u.sin().sum() + solution.multipliers.cos().sum()
+    loss.backward()
+    return solution, taut.matched_loss(solution, y, reduction="none"), matched, v.grad, b.grad
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_agrees_with_the_torch_code(name, without):
+    v, A, b = _problem(COVERED[name])
+    fast, *numbers = _solve_and_differentiate(v, A, b, COVERED[name])
+    slow, *others = without(_solve_and_differentiate, v, A, b, COVERED[name])
+    assert fast.kernel is not None and slow.kernel is None
+    for key in ("z", "u", "multipliers", "residual"):
+        assert_close(getattr(fast, key), getattr(slow, key), rtol=1e-12, atol=1e-12)
+    for number, other in zip(numbers, others, strict=True):
+        assert_close(number, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_float32_is_the_rounding_of_the_right_answer(name, without):
+    v, A, b = _problem(SHORT[name], dtype=torch.float32)
+    solution = taut.project(v, A, b, activation=SHORT[name])
+    exact = without(taut.project, v.double(), A.double(), b.double(), activation=SHORT[name])
+    scale = 1 + exact.z.abs()
+    assert ((solution.z - exact.z).abs() <= 1e-5 * scale).all()
+    residual = (solution.z @ A.mT - b).abs().amax(-1)
+    assert_close(solution.residual, residual, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("K", [1, 2, 3, 4, 7, 8, 9, 16, 30])
+def test_every_size(K, without):
+    for I in {1, 2, 3, 4, 5, 8, 9, K} & set(range(1, K + 1)):
+        v, A, b = _problem(ROWS["sigmoid"], n=9, K=K, I=I)
+        fast = taut.project(v, A, b, activation="sigmoid")
+        slow = without(taut.project, v, A, b, activation="sigmoid")
+        assert fast.kernel is not None
+        assert_close(fast.z, slow.z, rtol=0, atol=1e-11)
+
+
+def _margins(rows, columns):
+    return np.concatenate(
+        [np.kron(np.eye(rows), np.ones(columns)), np.kron(np.ones(rows), np.eye(columns))]
+    )
+
+
+def _hierarchy():
+    """total = Σ regions, region = Σ towns, with 5 regions of 3 towns."""
+    towns = np.concatenate([np.zeros((5, 1)), -np.eye(5), np.kron(np.eye(5), np.ones(3))], axis=1)
+    return np.concatenate([[[-1.0] + 5 * [1.0] + 15 * [0.0]], towns])
+
+
+MOSTLY_ZEROS = {"margins": _margins(8, 6), "square": _margins(10, 10), "hierarchy": _hierarchy()}
+
+
+@pytest.mark.parametrize("name", MOSTLY_ZEROS)
+def test_mostly_zeros(name, without):
+    A = torch.tensor(MOSTLY_ZEROS[name])
+    layer = taut.Projection(A, activation="exp")
+    assert "entry_start" in Kernel.of(layer._examined()[1], layer.activation)._plan.arrays
+    v = torch.randn(20, A.shape[1], requires_grad=True)
+    b = torch.randn(20, A.shape[1]).exp() @ A.mT
+    fast = layer.solve(v, b)
+    slow = without(taut.project, v, A, b, activation="exp")
+    assert fast.kernel is not None
+    assert_close(fast.z, slow.z, rtol=1e-12, atol=1e-12)
+    assert_close(fast.multipliers, slow.multipliers, rtol=1e-11, atol=1e-11)
+    weights = torch.randn_like(v)
+    (one,) = torch.autograd.grad((fast.z * weights).sum(), v)
+    (other,) = without(torch.autograd.grad, (slow.z * weights).sum(), v)
+    assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "tanh"])
+@pytest.mark.parametrize("size", [1e-8, 1e-3, 0.3, 1.0, 10.0, 30.0, 700.0])
+def test_functions_to_two_units_in_the_last_place(name, size):
+    v = size * (2 * torch.rand(500, 8) - 1)
+    found = Kernel.of(examine(DenseMap(torch.ones(1, 8)), taut.Newton()), ROWS[name])
+    b = ROWS[name].sigma(v).sum(-1, keepdim=True)  # so that λ = 0 stays
+    z = found.solve(v, b, torch.zeros_like(b), 1e-15, limit=0).z.numpy()
+    x = v.numpy().astype(np.longdouble)
+    right = {"exp": np.exp, "tanh": np.tanh, "sigmoid": lambda x: 1 / (1 + np.exp(-x))}[name](x)
+    kept = np.abs(right) > 1e-300
+    assert (np.abs(z - right)[kept] <= 2.1 * 2.2e-16 * np.abs(right)[kept]).all()
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_a_sample_does_not_know_its_neighbours(name):
+    """Bit for bit: alone, elsewhere in the batch, beside one that fails, on other threads."""
+    row = SHORT[name]
+    v, A, b = _problem(row, n=40)
+    together = taut.project(v, A, b, activation=row)
+    for part in (slice(0, 1), slice(3, 4), slice(5, 22)):
+        alone = taut.project(v[part], A, b[part], activation=row)
+        assert torch.equal(alone.z, together.z[part])
+        assert torch.equal(alone.multipliers, together.multipliers[part])
+    order = torch.randperm(40)
+    elsewhere = taut.project(v[order], A, b[order], activation=row)
+    assert torch.equal(elsewhere.z, together.z[order])
+    v, b = v.clone(), b.clone()
+    v[7], b[9], b[20] = torch.nan, torch.inf, 1e9
+    disturbed = taut.project(v, A, b, activation=row, on_failure="return")
+    others = [i for i in range(40) if i not in (7, 9, 20)]
+    assert torch.equal(disturbed.z[others], together.z[others])
+    assert disturbed.status[7] == disturbed.status[9] == Status.NONFINITE
+
+
+def test_threads_change_nothing():
+    v, A, b = _problem(ROWS["sigmoid"], n=300, K=12, I=5)
+    v.requires_grad_()
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            solution = taut.project(v, A, b, activation="sigmoid")
+            found.append((solution.z, *torch.autograd.grad(solution.z.square().sum(), v)))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found[0], other, strict=True))
+
+
+VARIANTS = ["v2", "v3", "v4"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_variant_of_the_code(variant, monkeypatch):
+    """Compiled for old and new processors; the one chosen here is only one of them."""
+    info = Path("/proc/cpuinfo")
+    flags = info.read_text() if info.exists() else ""
+    if {"v3": "avx2", "v4": "avx512dq"}.get(variant, "") not in flags:
+        pytest.skip("this processor cannot run it")
+    v, A, b = _problem(ROWS["tanh"], n=30, K=20, I=6)
+    v.requires_grad_()
+    expected = taut.project(v, A, b, activation="tanh")
+    (gradient,) = torch.autograd.grad(expected.z.square().sum(), v)
+    for name in kernel._functions:
+        function = getattr(kernel._library, f"{name}_{variant}", None)
+        if function is None:
+            pytest.skip("not compiled for this kind of machine")
+        pointer = ctypes.cast(function, ctypes.c_void_p)
+        monkeypatch.setitem(kernel._functions, name, (function, pointer))
+    found = taut.project(v, A, b, activation="tanh")
+    assert found.kernel is not None
+    assert_close(found.z, expected.z, rtol=0, atol=1e-14)
+    assert_close(torch.autograd.grad(found.z.square().sum(), v)[0], gradient, rtol=0, atol=1e-13)
+
+
+def test_what_it_does_not_solve_it_leaves():
+    """Infeasible, inconsistent, not finite, and out of iterations: verdicts are torch's."""
+    v, b = torch.zeros(4, 3), torch.tensor([[1.0], [4.0], [torch.nan], [2.0]])
+    solution = taut.project(v, torch.ones(1, 3), b, activation="sigmoid", on_failure="return")
+    assert solution.kernel is None
+    expected = [Status.CONVERGED, Status.INFEASIBLE, Status.NONFINITE, Status.CONVERGED]
+    assert solution.status.tolist() == expected
+    twice = torch.tensor([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])
+    b = torch.tensor([[1.0, 2.0], [1.0, 2.1], [1.5, 3.0]])
+    solution = taut.project(v[:3], twice, b, activation="exp", on_failure="return")
+    assert solution.status.tolist() == [Status.CONVERGED, Status.INCONSISTENT, Status.CONVERGED]
+    few = taut.project(
+        *_problem(ROWS["sigmoid"]), activation="sigmoid", on_failure="return",
+        solver=taut.Newton(max_iterations=1),
+    )  # fmt: skip
+    assert Status.MAX_ITERATIONS in few.status.tolist()
+
+
+def test_a_gradient_it_cannot_find_is_found_elsewhere(without):
+    """With one output saturated less than all others, A diag(w) Aᵀ is singular to rounding."""
+    A = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]])
+    u = torch.tensor([[0.1, 0.2, 0.3, 0.4], [60.0, 0.1, -60.0, 60.0]])
+    grads, status = [None, None, torch.ones(2, 4)], torch.zeros(2, dtype=torch.long)
+    rows = examine(DenseMap(A), taut.Newton())
+    _, _, left = Kernel.of(rows, ROWS["sigmoid"]).backward(u, grads, status)
+    assert left.tolist() == [1]
+    v = u.clone().requires_grad_()
+
+    def gradient():
+        solution = taut.project(v, A, ROWS["sigmoid"].sigma(u) @ A.mT, activation="sigmoid")
+        return torch.autograd.grad(solution.z.sum(), v)[0]
+
+    assert_close(gradient(), without(gradient), rtol=1e-10, atol=1e-12)
+
+
+def test_solutions_can_be_kept_in_files():
+    solution = taut.project(torch.zeros(2, 3), torch.ones(1, 3), torch.ones(1), activation="exp")
+    again = pickle.loads(pickle.dumps(solution))
+    y = torch.full((2, 3), 1 / 3)
+    assert_close(taut.matched_loss(again, y), torch.zeros(()), rtol=0, atol=1e-15)
+
+
+def test_it_can_be_turned_off():
+    code = "import torch, taut; from taut import kernel; print(kernel.available()); "
+    code += "print(taut.project(torch.zeros(2), torch.ones(1, 2), torch.ones(1)).z.tolist())"
+    environment = {**os.environ, "TAUT_KERNEL": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split("\n")[:2] == ["False", "[0.5, 0.5]"]
