@@ -6,7 +6,7 @@ N ?= 10000
 ARGS ?=
 
 BIN := .venv/bin
-# Re-installs only when the requirements change.
+# Installs again only when the requirements or the C code change.
 READY := .venv/.installed
 DOCS_READY := .venv/.installed-docs
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/taut/csrc/*)
 	@echo "== install: .venv"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) --editable '.[dev]'
@@ -73,5 +73,5 @@ docs: $(DOCS_READY) ## build the site into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean: ## remove .venv, caches and built files
-	rm -rf .venv site dist build .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv site dist build src/*.egg-info src/taut/_kernel*.so .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

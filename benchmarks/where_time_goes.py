@@ -4,63 +4,62 @@
 
 The floor is what no method of this kind can avoid: evaluating σ and σ', and the products Aᵀλ, A z
 and A diag(w) Aᵀ, at the number of iterations a sample needs on average; nothing else.
+
+The shares are of one thread, from a copy of the kernel compiled with a clock in it (needs gcc).
 """
 
 import argparse
+import ctypes
 import json
+import subprocess
+import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import taut
 from growth import best
-from taut import activations, factor, linear, step
+from taut import activations, kernel, linear
 
 SIZES = [(10, 4), (64, 8), (100, 50)]
-PARTS = ("activation", "products", "Hessian", "factorisation", "line search", "the rest")
-
-
-# Parts that keep what runs inside them; the others give it to the part it is.
-WHOLE = ("Hessian", "line search")
+PARTS = ("activation", "products", "Hessian", "factorisation", "line search")
+SOURCES = Path(kernel.__file__).parent / "csrc"
 
 
 class Clock:
-    """Seconds by part."""
+    """A kernel that says how long its parts took, in place of the one installed."""
 
-    def __init__(self) -> None:
-        self.seconds: Counter[str] = Counter()
-        self.running: list[str] = []
-        self.inside = 0.0  # of parts within the one that runs
+    def __init__(self, folder: str) -> None:
+        path = Path(folder) / "profiled.so"
+        flags = "-O3 -std=gnu11 -Wno-psabi -fPIC -shared -DTAUT_PROFILE".split()
+        files = [str(file) for file in sorted(SOURCES.glob("*.c"))]
+        subprocess.run(["gcc", *flags, *files, "-o", str(path)], check=True)
+        library = ctypes.CDLL(str(path))
+        self.ticks = (ctypes.c_uint64 * (len(PARTS) + 1)).in_dll(library, "taut_ticks")
+        pointer = ctypes.cast(library.taut_solve, ctypes.c_void_p)
+        kernel._functions["taut_solve"] = library.taut_solve, pointer
 
-    def timed(self, part: str, function: Callable) -> Callable:
-        def run(*args, **kwargs):
-            if self.running and self.running[-1] in WHOLE:
-                return function(*args, **kwargs)
-            outer, self.inside = self.inside, 0.0
-            self.running.append(part)
+    def shares(self, call, repeats: int) -> dict[str, float]:
+        """Of the time of `call`: each part of the kernel, what else it does, and all around it."""
+        original, inside = kernel._run, 0.0
+
+        def run(*args):
+            nonlocal inside
             start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent = time.perf_counter() - start
-                self.running.pop()
-                self.seconds[part] += spent - self.inside
-                self.inside = outer + spent
+            original(*args)
+            inside += time.perf_counter() - start
 
-        return run
-
-    def watch(self) -> None:
-        """Put the clock into the library, for this process."""
-        linear._multiply = self.timed("products", linear._multiply)
-        linear.DenseMap.gram = self.timed("Hessian", linear.DenseMap.gram)
-        step.factorise = self.timed("factorisation", factor.factorise)
-        factor.Factor.solve = self.timed("factorisation", factor.Factor.solve)
-        step.solve_gram_roughly = self.timed("factorisation", factor.solve_gram_roughly)
-        step._search = self.timed("line search", step._search)
+        kernel._run = run
+        ctypes.memset(self.ticks, 0, ctypes.sizeof(self.ticks))
+        start = time.perf_counter()
+        for _ in range(repeats):
+            call()
+        whole = time.perf_counter() - start
+        kernel._run = original
+        *parts, every = (count / self.ticks[len(PARTS)] * inside / whole for count in self.ticks)
+        found = dict(zip(PARTS, parts, strict=True))
+        return found | {"other C": every - sum(parts), "Python": 1 - every}
 
 
 def floor(v: torch.Tensor, A: torch.Tensor, iterations: float) -> float:
@@ -97,42 +96,32 @@ def main() -> None:
         layer = taut.Projection(A, activation="sigmoid")
         total = best(lambda layer=layer, v=v, b=b: layer.solve(v, b))
         problems.append((K, I, v, A, b, needed, total, floor(v, A, needed)))
-    clock = Clock()
-    clock.watch()
-    row = activations.sigmoid
-    watched = replace(
-        row,
-        sigma=clock.timed("activation", row.sigma),
-        slope=clock.timed("activation", row.slope),
-    )
-    print(f"{'K×I':>8} {'ms':>7} {'floor':>7} {'ratio':>6} {'its':>5}  " + "  ".join(PARTS))
-    for K, I, v, A, b, needed, total, least in problems:
-        layer = taut.Projection(A, activation=watched)
-        layer.solve(v, b)
-        clock.seconds.clear()
-        start = time.perf_counter()
-        for _ in range(options.repeats):
+    torch.set_num_threads(1)
+    names = (*PARTS, "other C", "Python")
+    print(f"{'K×I':>8} {'ms':>7} {'floor':>7} {'ratio':>6} {'its':>5}  " + "  ".join(names))
+    with tempfile.TemporaryDirectory() as folder:
+        clock = Clock(folder)
+        for K, I, v, A, b, needed, total, least in problems:
+            layer = taut.Projection(A, activation="sigmoid")
             layer.solve(v, b)
-        whole = time.perf_counter() - start
-        shares = {part: clock.seconds[part] / whole for part in PARTS[:-1]}
-        shares["the rest"] = 1 - sum(shares.values())
-        records.append(
-            {
-                "outputs": K,
-                "constraints": I,
-                "rows": options.rows,
-                "ms": 1e3 * total,
-                "floor_ms": 1e3 * least,
-                "iterations": needed,
-                "shares": shares,
-            }
-        )
-        text = "  ".join(f"{share:>{len(part)}.0%}" for part, share in shares.items())
-        print(
-            f"{K:>4}×{I:<3} {1e3 * total:7.2f} {1e3 * least:7.2f} {total / least:6.1f} "
-            f"{needed:5.1f}  {text}",
-            flush=True,
-        )
+            shares = clock.shares(lambda layer=layer, v=v, b=b: layer.solve(v, b), options.repeats)
+            records.append(
+                {
+                    "outputs": K,
+                    "constraints": I,
+                    "rows": options.rows,
+                    "ms": 1e3 * total,
+                    "floor_ms": 1e3 * least,
+                    "iterations": needed,
+                    "shares": shares,
+                }
+            )
+            text = "  ".join(f"{share:>{len(part)}.0%}" for part, share in shares.items())
+            print(
+                f"{K:>4}×{I:<3} {1e3 * total:7.2f} {1e3 * least:7.2f} {total / least:6.1f} "
+                f"{needed:5.1f}  {text}",
+                flush=True,
+            )
     options.out.parent.mkdir(exist_ok=True)
     settings = {"threads": options.threads, "torch": torch.__version__}
     options.out.write_text(json.dumps({**settings, "records": records}, indent=1) + "\n")

@@ -6,6 +6,10 @@ VARIANTS(taut_solve, Solve);
 VARIANTS(taut_backward, Backward);
 VARIANTS(taut_loss, Loss);
 
+#ifdef TAUT_PROFILE
+uint64_t taut_ticks[16];
+#endif
+
 #if defined(__x86_64__) && defined(__GNUC__)
 #define CHOOSE(name, call)                                                                \
     (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&           \

@@ -9,6 +9,30 @@
 #include "calls.h"
 #include "factor.h"
 
+/* benchmarks/where_time_goes.py compiles this with a clock in it, for one thread. */
+enum { ACTIVATION, PRODUCTS, HESSIAN, FACTORISATION, LINE_SEARCH, ALL, PARTS };
+#ifdef TAUT_PROFILE
+extern uint64_t taut_ticks[PARTS];
+#define TIMED(part, call)                              \
+    do {                                               \
+        uint64_t start = __builtin_ia32_rdtsc();       \
+        call;                                          \
+        taut_ticks[part] += __builtin_ia32_rdtsc() - start; \
+    } while (0)
+#define TIMED_AS_ONE(part, call)                       \
+    do {                                               \
+        uint64_t before[PARTS];                        \
+        memcpy(before, taut_ticks, sizeof before);     \
+        uint64_t start = __builtin_ia32_rdtsc();       \
+        call;                                          \
+        memcpy(taut_ticks, before, sizeof before);     \
+        taut_ticks[part] += __builtin_ia32_rdtsc() - start; \
+    } while (0)
+#else
+#define TIMED(part, call) call
+#define TIMED_AS_ONE(part, call) call
+#endif
+
 #define REACH 5.0
 #define TRIALS 20
 #define CHORDS 5
@@ -38,9 +62,9 @@ INLINE lanes measure(const Plan *p, const Solve *s, Work *x, int roughly, lanes 
     return largest;
 }
 
-/* u, z, w, the residual and its size at the multipliers; how far u has moved */
-PART void evaluate(const Plan *p, const Solve *s, Work *x) {
-    lanes reach = all(0.0), most = all(0.0), sum[TILE];
+/* u, and how far it has moved */
+INLINE lanes predict(const Plan *p, Work *x) {
+    lanes reach = all(0.0), sum[TILE];
     mask moved = all(0.0) != all(0.0);
     for (int64_t i = 0; i < p->kept; i++) moved |= x->multipliers[i] != 0.0;
     const int from_zero = !any(moved);
@@ -48,25 +72,46 @@ PART void evaluate(const Plan *p, const Solve *s, Work *x) {
         if (!from_zero) adjoint(p, x->multipliers, k, sum);
         for (int t = 0; t < TILE; t++) {
             lanes u = from_zero ? x->v[k + t] : x->v[k + t] + sum[t];
-            Output out = activate_output(p, k + t, u);
             reach = larger(reach, absolute(u - x->u[k + t]));
-            most = larger(most, absolute(out.z));
             x->u[k + t] = u;
-            x->z[k + t] = out.z;
-            x->w[k + t] = out.slope;
         }
     }
+    return reach;
+}
+
+/* z and w; returns the largest |z| */
+INLINE lanes activate_outputs(const Plan *p, Work *x) {
+    lanes most = all(0.0);
+    for (int64_t k = 0; k < p->outputs; k++) {
+        Output out = activate_output(p, k, x->u[k]);
+        x->z[k] = out.z;
+        x->w[k] = out.slope;
+        most = larger(most, absolute(out.z));
+    }
+    return most;
+}
+
+/* The residual and its size */
+INLINE void compare(const Plan *p, const Solve *s, Work *x, lanes most) {
+    lanes sum[TILE];
     for (int64_t i = 0; i < p->rows; i += TILE) {
         apply(p, x->z, i, 1, sum);
         for (int t = 0; t < TILE; t++) x->residual[i + t] = sum[t] - x->b[i + t];
     }
-    x->reach = reach;
     x->relative = measure(p, s, x, 1, most);
     /* In truth it is no less. Where that is clearly too much, it need not be known better. */
     mask far = x->relative > (s->target > FAR ? s->target : FAR);
     if (!any(~far)) return;
     for (int64_t k = 0; k < p->outputs && !p->positive; k++) x->y[k] = absolute(x->z[k]);
     x->relative = choose(far, x->relative, measure(p, s, x, 0, most));
+}
+
+/* Everything at the multipliers */
+PART void evaluate(const Plan *p, const Solve *s, Work *x) {
+    lanes most;
+    TIMED(PRODUCTS, x->reach = predict(p, x));
+    TIMED(ACTIVATION, most = activate_outputs(p, x));
+    TIMED(PRODUCTS, compare(p, s, x, most));
 }
 
 /* The residual against the size of what is rounded in it: rounding_scale of solver.py. */
@@ -211,7 +256,7 @@ INLINE void repeat(const Plan *p, const Solve *s, Work *x, mask which) {
         which &= x->relative > s->target;
         if (!any(which)) return;
         lanes before = x->relative;
-        find_step(p, x, which);
+        TIMED(FACTORISATION, find_step(p, x, which));
         move(p, x, all(1.0), which);
         evaluate(p, s, x);
         mask worse = which & ~(x->relative < before);
@@ -275,10 +320,10 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
         iterations = choose(open, all(iteration + 1), iterations);
         if (iteration == s->limit || !any(open)) break;
         if (!p->inverse) {
-            form_gram(p, x->w, x->gram);
-            factorise(p, x->gram, x->diagonal, &open);
+            TIMED(HESSIAN, form_gram(p, x->w, x->gram));
+            TIMED(FACTORISATION, factorise(p, x->gram, x->diagonal, &open));
         }
-        find_step(p, x, open);
+        TIMED(FACTORISATION, find_step(p, x, open));
         lanes from = absolute(dot(p, x->step, x->residual)), before = x->relative;
         move(p, x, all(1.0), open);
         evaluate(p, s, x);
@@ -290,7 +335,7 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
         lanes left = x->relative * gain * gain * gain * gain * gain;
         repeat(p, s, x, open & good & (left <= s->target));
         if (any(bad)) {
-            search(p, s, x, from, far, &bad);
+            TIMED_AS_ONE(LINE_SEARCH, search(p, s, x, from, far, &bad));
             open &= ~bad;
         }
         open &= x->relative < INFINITY;
@@ -417,7 +462,7 @@ static void *make_room(const Plan *p, Work *x) {
         while (memory) {                                                        \
             int64_t first = __atomic_fetch_add(&s->next, LANES, __ATOMIC_RELAXED); \
             if (first >= s->samples) break;                                     \
-            work_on(s->plan, s, &work, first);                                  \
+            TIMED(ALL, work_on(s->plan, s, &work, first));                      \
         }                                                                       \
         free(memory);                                                           \
     }
