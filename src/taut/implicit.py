@@ -67,12 +67,13 @@ class Multipliers(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(v: Tensor, data: Tensor, b: Tensor, init: Tensor, task: Task) -> tuple:
+    def forward(v: Tensor, data: Tensor, b: Tensor, init: Tensor | None, task: Task) -> tuple:
         batch, n = v.shape[:-1], v.shape[:-1].numel()
         rows = task.examined(data)
         flat_v, flat_b, start = v, b, init
         if v.ndim != 2:
-            flat_v, flat_b, start = (x.reshape(n, x.shape[-1]) for x in (v, b, init))
+            flat_v, flat_b = (x.reshape(n, x.shape[-1]) for x in (v, b))
+            start = None if init is None else init.reshape(n, init.shape[-1])
         if data.ndim > 2:
             data = data.reshape(n, *data.shape[-2:])
         found, residual = _quickly(flat_v, flat_b, start, data, task, rows) or (None, None)
@@ -108,16 +109,17 @@ class Multipliers(torch.autograd.Function):
             return None, None, None, None, None
         data, multipliers, u, status = ctx.saved_tensors
         if not ctx.needs_input_grad[1]:
-            found = _quick_gradient(data, multipliers, u, status, grads, ctx.task)
+            found = _quick_gradient(data, multipliers, u, status, grads[:3], ctx.task)
             if found is not None:
                 return found[0], None, found[1], None, None
-        dv, db, outer = _gradient(data, multipliers, u, status, grads, ctx.task)
+        dv, db, outer = _gradient(data, multipliers, u, status, grads[:3], ctx.task)
         return dv, outer() if ctx.needs_input_grad[1] else None, db, None, None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
         A, task = args[1], args[4]
-        v, b, init = (_lead(args[i], in_dims[i], info.batch_size) for i in (0, 2, 3))
+        v, b = (_lead(args[i], in_dims[i], info.batch_size) for i in (0, 2))
+        init = None if args[3] is None else _lead(args[3], in_dims[3], info.batch_size)
         A, task = _lead_map(A, in_dims[1], v, task)
         outputs = Multipliers.apply(v, A, b, init, task)
         return outputs, (0,) * len(outputs)
@@ -131,7 +133,7 @@ def _largest(residual: Tensor) -> Tensor:
 
 
 def _quickly(
-    v: Tensor, b: Tensor, init: Tensor, data: Tensor, task: Task, rows: Rows
+    v: Tensor, b: Tensor, init: Tensor | None, data: Tensor, task: Task, rows: Rows
 ) -> tuple[Outcome, Tensor | None] | None:
     """The compiled kernel for the samples it can solve, `_solve` for the others.
 
@@ -144,7 +146,9 @@ def _quickly(
     if kernel is None:
         return None
     eps = torch.finfo(v.dtype).eps
-    start = init if rows.fold is None else rows.enter(rows.basis, init.to(rows.fold.dtype))
+    start = init
+    if init is not None and rows.fold is not None:
+        start = rows.enter(rows.basis, init.to(rows.fold.dtype))
     target = solver.target(torch.float64, eps)
     found = kernel.solve(v, b, start, target, solver.max_iterations)
     multipliers, solved = found.multipliers, found.solved
@@ -159,14 +163,17 @@ def _quickly(
     if solved is None:
         return outcome, found.residual
     left = (~solved).nonzero().squeeze(-1)
-    outcome.write(left, _solve(v[left], b[left], init[left], data, task, rows))
+    start = None if init is None else init[left]
+    outcome.write(left, _solve(v[left], b[left], start, data, task, rows))
     return outcome, None
 
 
-def _solve(v: Tensor, b: Tensor, init: Tensor, data: Tensor, task: Task, rows: Rows) -> Outcome:
+def _solve(
+    v: Tensor, b: Tensor, init: Tensor | None, data: Tensor, task: Task, rows: Rows
+) -> Outcome:
     """Any samples by the solver itself, one batch dimension; the result in the dtype of v."""
     dual, finite = _problems(v, data, b, task, rows)
-    start = _usable(dual, init.to(dual.b.dtype))
+    start = torch.zeros_like(dual.b) if init is None else _usable(dual, init.to(dual.b.dtype))
     outcome = task.solver.solve(dual, rows, start, task.group_size, torch.finfo(v.dtype).eps)
     status = outcome.status
     multipliers, u, z = (x.to(v.dtype) for x in (outcome.multipliers, outcome.u, outcome.z))
@@ -196,7 +203,7 @@ def _gradient(
     zero = torch.zeros((), dtype=u.dtype, device=u.device)
     g_multipliers, g_u, g_z = (
         torch.zeros_like(x) if g is None else torch.where(ok, g, zero)
-        for g, x in zip(grads[:3], (multipliers, u, u), strict=True)
+        for g, x in zip(grads, (multipliers, u, u), strict=True)
     )
     multipliers, u = torch.where(ok, multipliers, zero), torch.where(ok, u, zero)
     data = torch.where(data.isfinite(), data, zero)
@@ -217,24 +224,28 @@ def _quick_gradient(
     task: Task,
 ) -> tuple[Tensor, Tensor] | None:
     """∂v and ∂b by the compiled kernel, where no second derivative is asked for."""
-    if torch.is_grad_enabled() or task.rows is None or any(map(is_transformed, (u, *grads[:3]))):
+    if torch.is_grad_enabled() or task.rows is None or any(map(is_transformed, (u, *grads))):
         return None
     rows, kernel = task.rows, Kernel.of(task.rows, task.activation)
     if kernel is None or (rows.projector is not None and grads[0] is not None):
         return None
-    n = status.numel()
-    flat, verdicts = u.reshape(n, u.shape[-1]), status.reshape(n)
-    given = [None if g is None else g.reshape(n, g.shape[-1]) for g in grads[:3]]
-    dv, db, left = kernel.backward(flat, given, verdicts)
+    if u.ndim != 2:
+        n, shape = status.numel(), multipliers.shape
+        flat = [None if x is None else x.reshape(n, x.shape[-1]) for x in grads]
+        found = multipliers.reshape(n, shape[-1])
+        found = _quick_gradient(
+            data, found, u.reshape(n, u.shape[-1]), status.reshape(n), flat, task
+        )
+        return None if found is None else (found[0].reshape(u.shape), found[1].reshape(shape))
+    dv, db, left = kernel.backward(u, grads, status)
     if rows.projector is not None:
         db = rows.project(db.to(rows.projector.dtype)).to(db.dtype)
     if left is not None:
-        part = [None if g is None else g[left] for g in given]
-        found = multipliers.reshape(db.shape)[left]
-        more = _gradient(data, found, flat[left], verdicts[left], part, task)
+        part = [None if g is None else g[left] for g in grads]
+        more = _gradient(data, multipliers[left], u[left], status[left], part, task)
         dv.index_copy_(0, left, more[0])
         db.index_copy_(0, left, more[1])
-    return dv.reshape(u.shape), db.reshape(multipliers.shape)
+    return dv, db
 
 
 def _raised(status: Tensor, residual: Tensor, problem: Dual) -> str:

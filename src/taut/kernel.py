@@ -45,7 +45,7 @@ class _Plan(Structure):
 class _Solve(Structure):
     _fields_ = [
         *_fields(c_void_p, "plan v b start multipliers u z residual iterations solved"),
-        *_fields(c_int64, "samples single b_stride start_stride limit next unsolved"),
+        *_fields(c_int64, "samples single b_stride limit next unsolved"),
         *_fields(c_double, "target share huge"),
     ]
 
@@ -138,22 +138,24 @@ class Kernel:
         self,
         v: Float[Tensor, "N K"],
         b: Float[Tensor, "N I"],
-        start: Float[Tensor, "N I"],
+        start: Float[Tensor, "N I"] | None,
         target: float,
         limit: int,
     ) -> Attempt:
-        """Newton's method from `start`, in float64; the numbers are those of `Newton.solve`."""
-        v, start = v.contiguous(), start.to(v.dtype)
-        b, start = (x if x.stride(-1) == 1 else x.contiguous() for x in (b, start))
+        """Newton's method from `start`, or 0, in float64; the numbers as in `Newton.solve`."""
+        v, b = v.contiguous(), b if b.stride(-1) == 1 else b.contiguous()
+        if start is not None:
+            start = start.to(v.dtype).contiguous()
         n, dtype = len(v), v.dtype
         u, z = torch.empty_like(v), torch.empty_like(v)
         multipliers = v.new_empty(n, b.shape[-1])
         residual, iterations = v.new_empty(n), v.new_empty(n, dtype=torch.long)
         solved = v.new_empty(n, dtype=torch.bool)
-        tensors = (v, b, start, multipliers, u, z, residual, iterations, solved)
-        sizes = (n, dtype == torch.float32, b.stride(0), start.stride(0), min(limit, _LIMIT), 0, 0)
+        tensors = (multipliers, u, z, residual, iterations, solved)
+        given = v.data_ptr(), b.data_ptr(), None if start is None else start.data_ptr()
+        sizes = (n, dtype == torch.float32, b.stride(0), min(limit, _LIMIT), 0, 0)
         reals = (target, 1.0 if target < 1e-12 else 0.01, torch.finfo(dtype).max)
-        call = _Solve(self._address, *(x.data_ptr() for x in tensors), *sizes, *reals)
+        call = _Solve(self._address, *given, *(x.data_ptr() for x in tensors), *sizes, *reals)
         _run("taut_solve", call)
         solved = solved if call.unsolved else None
         return Attempt(multipliers, u, z, residual, iterations, solved)
@@ -169,12 +171,8 @@ class Kernel:
         dv = torch.empty_like(u)
         db = torch.empty(len(u), self._plan.constraints, dtype=u.dtype)
         solved = torch.empty(len(u), dtype=torch.bool)
-        call = _Backward(
-            self._address,
-            *(None if x is None else x.data_ptr() for x in (*given, dv, db, solved)),
-            samples=len(u),
-            single=u.dtype == torch.float32,
-        )
+        pointers = (None if x is None else x.data_ptr() for x in (*given, dv, db, solved))
+        call = _Backward(self._address, *pointers, len(u), u.dtype == torch.float32, 0, 0)
         _run("taut_backward", call)
         return dv, db, (~solved).nonzero().squeeze(-1) if call.unsolved else None
 

@@ -65,9 +65,7 @@ def project_examined(
     """`project` with validated arguments and `rows = examine(A)`, or None to have it made."""
     if b.ndim < v.ndim:
         b = b.expand(*v.shape[:-1], b.shape[-1])
-    start = b.new_zeros(b.shape[-1:]) if init is None else init.detach()
-    if start.ndim < b.ndim:
-        start = start.expand_as(b)
+    start = None if init is None else init.detach().expand_as(b)
     pattern = A.pattern if isinstance(A, SparseMap) else None
     task = Task(activation, solver, rows, pattern, on_failure, v.shape[-2] if v.ndim > 1 else 1)
     found = apply(Multipliers, v, A.data, b, start, task)

@@ -34,11 +34,11 @@ typedef struct {
 
 typedef struct {
     const Plan *plan;
-    const void *v, *b, *start;
+    const void *v, *b, *start; /* start may be NULL: 0 */
     void *multipliers, *u, *z, *residual;
     int64_t *iterations;
     int8_t *solved;
-    int64_t samples, single, b_stride, start_stride, limit; /* single: float32 in and out */
+    int64_t samples, single, b_stride, limit; /* single: float32 in and out */
     int64_t next, unsolved; /* the first sample nobody works on; how many are not solved */
     double target, share, huge;
 } Solve;

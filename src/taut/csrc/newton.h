@@ -300,7 +300,10 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
     read_outputs(p, x->v, s->v, first, s->samples, s->single);
     memcpy(x->u, x->v, p->outputs * sizeof *x->v);
     read_rows(p, x->b, s->b, s->b_stride, first, s->samples, s->single);
-    read_rows(p, x->multipliers, s->start, s->start_stride, first, s->samples, s->single);
+    if (s->start)
+        read_rows(p, x->multipliers, s->start, p->constraints, first, s->samples, s->single);
+    else
+        memset(x->multipliers, 0, p->rows * sizeof *x->multipliers);
     size_of_b(p, x);
     evaluate(p, s, x);
     mask lost = x->relative != x->relative;
