@@ -1,10 +1,16 @@
 """The compiled kernel; everything else is in pyproject.toml."""
 
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
 
-# Without a compiler that knows GCC's vectors the package installs all the same: `optional`.
-flags = [] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-Wno-psabi"]
-sources = {"sources": ["src/taut/csrc/kernel.c"], "depends": ["src/taut/csrc"]}
-setup(ext_modules=[Extension("taut._kernel", extra_compile_args=flags, optional=True, **sources)])
+FOLDER = Path("src/taut/csrc")
+kernel = Extension(
+    "taut._kernel",
+    sources=sorted(str(file) for file in FOLDER.glob("*.c")),
+    depends=sorted(str(file) for file in FOLDER.glob("*.h")),
+    extra_compile_args=[] if sys.platform == "win32" else ["-O3", "-std=gnu11", "-Wno-psabi"],
+    optional=True,  # without a compiler that knows GCC's vectors the package installs all the same
+)
+setup(ext_modules=[kernel])

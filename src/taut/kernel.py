@@ -68,7 +68,10 @@ def _load() -> ctypes.CDLL | None:
     found = find_spec("taut._kernel")
     if found is None or found.origin is None or os.environ.get("TAUT_KERNEL") == "0":
         return None
-    return ctypes.CDLL(found.origin)
+    try:
+        return ctypes.CDLL(found.origin)
+    except OSError:  # built for another machine
+        return None
 
 
 def _pool() -> Callable[..., None] | None:

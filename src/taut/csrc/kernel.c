@@ -1,4 +1,4 @@
-/* The entry points: the variant of newton.h compiled for the best this processor can do. */
+/* The entry points: the variant compiled for the best this processor can do. */
 #include "calls.h"
 
 #define VARIANTS(name, type) void name##_v2(type *), name##_v3(type *), name##_v4(type *)

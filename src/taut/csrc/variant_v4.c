@@ -1,5 +1,5 @@
 #ifdef __x86_64__
 #pragma GCC target("avx512f,avx512dq,avx512vl,avx2,fma")
 #define VARIANT(name) name##_v4
-#include "newton.h"
+#include "entries.h"
 #endif

@@ -1,2 +1,2 @@
 #define VARIANT(name) name##_v2
-#include "newton.h"
+#include "entries.h"

@@ -1,0 +1,19 @@
+/* The three calls, for one kind of processor: VARIANT(name) is what they are called. */
+#include "gradient.h"
+#include "newton.h"
+
+#define EACH_BLOCK(type, work_on)                                               \
+    (type * s) {                                                                \
+        Work work;                                                              \
+        void *memory = make_room(s->plan, &work);                               \
+        while (memory) {                                                        \
+            int64_t first = __atomic_fetch_add(&s->next, LANES, __ATOMIC_RELAXED); \
+            if (first >= s->samples) break;                                     \
+            TIMED(ALL, work_on(s->plan, s, &work, first));                      \
+        }                                                                       \
+        free(memory);                                                           \
+    }
+
+void VARIANT(taut_solve) EACH_BLOCK(Solve, solve_block)
+void VARIANT(taut_backward) EACH_BLOCK(Backward, backward_block)
+void VARIANT(taut_loss) EACH_BLOCK(Loss, loss_block)

@@ -1,0 +1,178 @@
+/* Where eight samples are: all there is to know at their multipliers. */
+#ifndef TAUT_STATE_H
+#define TAUT_STATE_H
+
+#include <stdlib.h>
+
+#include "products.h"
+
+/* benchmarks/where_time_goes.py compiles this with a clock in it, for one thread. */
+enum { ACTIVATION, PRODUCTS, HESSIAN, FACTORISATION, LINE_SEARCH, ALL, PARTS };
+#ifdef TAUT_PROFILE
+extern uint64_t taut_ticks[PARTS];
+#define TIMED(part, call)                              \
+    do {                                               \
+        uint64_t start = __builtin_ia32_rdtsc();       \
+        call;                                          \
+        taut_ticks[part] += __builtin_ia32_rdtsc() - start; \
+    } while (0)
+#define TIMED_AS_ONE(part, call)                       \
+    do {                                               \
+        uint64_t before[PARTS];                        \
+        memcpy(before, taut_ticks, sizeof before);     \
+        uint64_t start = __builtin_ia32_rdtsc();       \
+        call;                                          \
+        memcpy(taut_ticks, before, sizeof before);     \
+        taut_ticks[part] += __builtin_ia32_rdtsc() - start; \
+    } while (0)
+#else
+#define TIMED(part, call) call
+#define TIMED_AS_ONE(part, call) call
+#endif
+
+#define FAR 1e-3
+
+typedef struct {
+    lanes *v, *u, *z, *w;                                /* outputs */
+    lanes *b, *size, *residual, *multipliers, *step, *trial; /* rows */
+    lanes *y;                                                /* the longer of the two */
+    lanes *gram, *diagonal;                              /* lower triangle by rows; 1/its diagonal */
+    lanes relative, reach;
+} Work;
+
+/* Room for one thread; NULL where there is none. */
+static void *make_room(const Plan *p, Work *x) {
+    int64_t outputs = p->outputs, rows = p->rows, longest = outputs > rows ? outputs : rows;
+    int64_t gram = p->inverse ? 0 : triangle(p->kept);
+    lanes **parts[] = {&x->v,        &x->u,           &x->z,    &x->w, &x->b,    &x->size,
+                       &x->residual, &x->multipliers, &x->step, &x->trial, &x->y, &x->gram, &x->diagonal};
+    int64_t sizes[] = {outputs, outputs, outputs, outputs, rows, rows,
+                       rows,    rows,    rows,    rows, longest, gram, p->kept};
+    int64_t total = 0;
+    for (int i = 0; i < 13; i++) total += sizes[i];
+    char *memory = malloc((total + 1) * sizeof(lanes));
+    if (!memory) return NULL;
+    lanes *at = (lanes *)(((uintptr_t)memory + sizeof(lanes) - 1) / sizeof(lanes) * sizeof(lanes));
+    for (int i = 0; i < 13; i++, at += sizes[i - 1]) *parts[i] = at;
+    return memory;
+}
+
+/* The residual over |b| + share·|A||z|; `roughly` with what |A||z| can be at most instead. */
+INLINE lanes measure(const Plan *p, const Solve *s, Work *x, int roughly, lanes most) {
+    lanes largest = all(0.0), terms[TILE];
+    for (int64_t i = 0; i < p->rows; i += TILE) {
+        if (!roughly) apply(p, p->positive ? x->z : x->y, i, 0, terms);
+        for (int t = 0; t < TILE; t++) {
+            lanes size = roughly ? p->sizes[i + t] * most : terms[t];
+            lanes scale = x->size[i + t] + s->share * size;
+            scale = at_most(at_least(scale, all(0x1p-1022)), all(0x1.fp997));
+            largest = larger(largest, absolute(x->residual[i + t]) / scale);
+        }
+    }
+    return largest;
+}
+
+/* u, and how far it has moved */
+INLINE lanes predict(const Plan *p, Work *x) {
+    lanes reach = all(0.0), sum[TILE];
+    mask moved = all(0.0) != all(0.0);
+    for (int64_t i = 0; i < p->kept; i++) moved |= x->multipliers[i] != 0.0;
+    const int from_zero = !any(moved);
+    for (int64_t k = 0; k < p->outputs; k += TILE) {
+        if (!from_zero) adjoint(p, x->multipliers, k, sum);
+        for (int t = 0; t < TILE; t++) {
+            lanes u = from_zero ? x->v[k + t] : x->v[k + t] + sum[t];
+            reach = larger(reach, absolute(u - x->u[k + t]));
+            x->u[k + t] = u;
+        }
+    }
+    return reach;
+}
+
+/* z and w; returns the largest |z| */
+INLINE lanes activate_outputs(const Plan *p, Work *x) {
+    lanes most = all(0.0);
+    for (int64_t k = 0; k < p->outputs; k++) {
+        Output out = activate_output(p, k, x->u[k]);
+        x->z[k] = out.z;
+        x->w[k] = out.slope;
+        most = larger(most, absolute(out.z));
+    }
+    return most;
+}
+
+/* The residual and its size */
+INLINE void compare(const Plan *p, const Solve *s, Work *x, lanes most) {
+    lanes sum[TILE];
+    for (int64_t i = 0; i < p->rows; i += TILE) {
+        apply(p, x->z, i, 1, sum);
+        for (int t = 0; t < TILE; t++) x->residual[i + t] = sum[t] - x->b[i + t];
+    }
+    x->relative = measure(p, s, x, 1, most);
+    /* In truth it is no less. Where that is clearly too much, it need not be known better. */
+    mask far = x->relative > (s->target > FAR ? s->target : FAR);
+    if (!any(~far)) return;
+    for (int64_t k = 0; k < p->outputs && !p->positive; k++) x->y[k] = absolute(x->z[k]);
+    x->relative = choose(far, x->relative, measure(p, s, x, 0, most));
+}
+
+/* Everything at the multipliers */
+PART void evaluate(const Plan *p, const Solve *s, Work *x) {
+    lanes most;
+    TIMED(PRODUCTS, x->reach = predict(p, x));
+    TIMED(ACTIVATION, most = activate_outputs(p, x));
+    TIMED(PRODUCTS, compare(p, s, x, most));
+}
+
+/* The residual against the size of what is rounded in it: rounding_scale of solver.py. */
+PART void level(const Plan *p, Work *x, lanes *to) {
+    lanes largest = all(0.0), terms[TILE];
+    for (int64_t k = 0; k < p->outputs; k++)
+        x->y[k] = absolute(x->z[k]) + x->w[k] * (absolute(x->u[k]) + absolute(x->v[k]));
+    for (int64_t i = 0; i < p->rows; i += TILE) {
+        apply(p, x->y, i, 0, terms);
+        for (int t = 0; t < TILE; t++) {
+            lanes scale = at_least(absolute(x->b[i + t]) + terms[t], all(0x1p-1022));
+            largest = larger(largest, absolute(x->residual[i + t]) / scale);
+        }
+    }
+    *to = largest;
+}
+
+/* |b|; for an entry that is 0, what the others let one expect of its row: _size_of_b of newton.py */
+PART void size_of_b(const Plan *p, Work *x) {
+    lanes natural = all(0.0), largest = all(1e-30);
+    int zeros = 0, nothing = 0;
+    for (int64_t i = 0; i < p->rows; i++) {
+        x->size[i] = absolute(x->b[i]);
+        if (p->order[i] < 0) continue;
+        if (p->sizes[i] > 0) natural = larger(natural, x->size[i] / p->sizes[i]);
+        for (int l = 0; l < LANES; l++) zeros |= x->size[i][l] == 0;
+    }
+    if (!zeros) return;
+    for (int l = 0; l < LANES; l++) nothing |= natural[l] == 0;
+    for (int64_t k = 0; nothing && k < p->outputs; k++)
+        largest = larger(largest, absolute(activate_output(p, k, x->v[k]).z));
+    natural = choose(natural == 0.0, at_most(largest, all(1.0)), natural);
+    for (int64_t i = 0; i < p->rows; i++)
+        x->size[i] =
+            choose(x->size[i] == 0.0, at_most(p->sizes[i] * natural, all(1.0)), x->size[i]);
+}
+
+/* Does all that is to be returned fit the dtype? Then also |A||z|, whose size is asked for. */
+INLINE mask fits(const Plan *p, const Solve *s, Work *x) {
+    lanes largest = all(0.0), terms[TILE];
+    for (int64_t i = 0; i < p->kept; i++) largest = larger(largest, absolute(x->multipliers[i]));
+    for (int64_t k = 0; k < p->outputs; k++) {
+        x->y[k] = absolute(x->z[k]);
+        largest = larger(largest, larger(x->y[k], absolute(x->u[k])));
+    }
+    mask fine = largest <= s->huge;
+    for (int64_t i = 0; any(~(largest < 1e6)) && i < p->rows; i += TILE) {
+        apply(p, x->y, i, 0, terms);
+        for (int t = 0; t < TILE; t++) fine &= terms[t] <= s->huge;
+    }
+    return fine;
+}
+
+#endif
