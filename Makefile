@@ -66,8 +66,8 @@ xor: $(READY) ## the paper's XOR experiment (ARGS="...")
 fuzz: $(READY) ## random hard problems (N=10000 rows)
 	@$(BIN)/python benchmarks/fuzz.py --rows $(N)
 
-bench: $(READY) ## side by side with peers
-	@$(BIN)/python benchmarks/run.py
+bench: $(READY) ## side by side with peers (ARGS="--budget 0.8")
+	@$(BIN)/python benchmarks/run.py $(ARGS)
 
 docs: $(DOCS_READY) ## build the site into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -20,6 +20,15 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 import plots
 import reference
@@ -205,16 +214,27 @@ def print_table(records: list[dict[str, Any]]) -> None:
         )
 
 
-def run_size(case: Case, size: tuple, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Everything about one problem: ours and each group of peers in turn."""
-    samples = [n for n in case.samples if n in (options.samples or case.samples)]
-    groups = {
+def wanted_peers(case: Case, options: argparse.Namespace) -> dict[str, list[str]]:
+    """The groups of peers of a problem, without those not asked for."""
+    return {
         module: [who for who in variants if _wanted(who, options.peers)]
         for module, variants in case.peers.items()
     }
 
+
+def run_size(
+    case: Case, size: tuple, options: argparse.Namespace, progress: Progress
+) -> list[dict[str, Any]]:
+    """Everything about one problem: ours and each group of peers in turn."""
+    samples = [n for n in case.samples if n in (options.samples or case.samples)]
+    groups, task = wanted_peers(case, options), progress.task_ids[0]
+
     def measure(module: str, who: str) -> list[dict[str, Any]]:
-        return run_peer(module, who, case.family, size, samples, options.budget)
+        text = "×".join(f"{s:g}" for s in size)
+        progress.update(task, description=f"{case.family} {text}: {who}")
+        records = run_peer(module, who, case.family, size, samples, options.budget)
+        progress.advance(task)
+        return records
 
     ours: dict[str, list] = {who: [] for who in OURS}
     peers: list[dict[str, Any]] = []
@@ -269,17 +289,32 @@ def main() -> None:
         f"{'problem':<26}| {'size':>9} | {'N':>4} | {'who':<31}| forward ms | backward ms"
         "| error z | error gradient | residual | ratio to taut     (* from fewer rows)"
     )
-    for case in CASES:
-        if options.families and case.family not in options.families:
-            continue
-        for size in case.sizes:
-            if options.sizes and size[0] not in options.sizes:
-                continue
-            new = run_size(case, size, options)
-            print_table(new)
-            records += new
-            path.write_text(json.dumps({**machine, "records": records}, indent=1) + "\n")
-    plots.draw(path)
+    todo = [
+        (case, size)
+        for case in CASES
+        for size in case.sizes
+        if case.family in (options.families or [case.family])
+        and size[0] in (options.sizes or [size[0]])
+    ]
+    columns = BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    bar = Progress(TextColumn("{task.description}"), *columns, console=Console(stderr=True))
+    bar.add_task("", total=sum(_measurements(wanted_peers(case, options)) for case, _ in todo))
+    try:
+        with bar:
+            for case, size in todo:
+                new = run_size(case, size, options, bar)
+                print_table(new)
+                records += new
+                path.write_text(json.dumps({**machine, "records": records}, indent=1) + "\n")
+    except KeyboardInterrupt:
+        print(f"Stopped. What was finished is in {path}.", file=sys.stderr)
+    if records:
+        plots.draw(path)
+
+
+def _measurements(groups: dict[str, list[str]]) -> int:
+    """How many processes `run_size` starts."""
+    return len(OURS) * (len(groups) + 1) + sum(map(len, groups.values()))
 
 
 if __name__ == "__main__":
