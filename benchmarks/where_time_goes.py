@@ -42,7 +42,7 @@ class Clock:
 
     def shares(self, call, repeats: int) -> dict[str, float]:
         """Of the time of `call`: each part of the kernel, what else it does, and all around it."""
-        original, inside = kernel._run, 0.0
+        original, inside = kernel.Kernel._run, 0.0
 
         def run(*args):
             nonlocal inside
@@ -50,13 +50,13 @@ class Clock:
             original(*args)
             inside += time.perf_counter() - start
 
-        kernel._run = run
+        kernel.Kernel._run = run
         ctypes.memset(self.ticks, 0, ctypes.sizeof(self.ticks))
         start = time.perf_counter()
         for _ in range(repeats):
             call()
         whole = time.perf_counter() - start
-        kernel._run = original
+        kernel.Kernel._run = original
         *parts, every = (count / self.ticks[len(PARTS)] * inside / whole for count in self.ticks)
         found = dict(zip(PARTS, parts, strict=True))
         return found | {"other C": every - sum(parts), "Python": 1 - every}

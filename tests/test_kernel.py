@@ -61,7 +61,7 @@ def test_agrees_with_the_torch_code(name, without):
     v, A, b = _problem(COVERED[name])
     fast, *numbers = _solve_and_differentiate(v, A, b, COVERED[name])
     slow, *others = without(_solve_and_differentiate, v, A, b, COVERED[name])
-    assert fast.kernel is not None and slow.kernel is None
+    assert fast.complete and slow.kernel is None
     for key in ("z", "u", "multipliers", "residual"):
         assert_close(getattr(fast, key), getattr(slow, key), rtol=1e-12, atol=1e-12)
     for number, other in zip(numbers, others, strict=True):
@@ -85,7 +85,7 @@ def test_every_size(K, without):
         v, A, b = _problem(ROWS["sigmoid"], n=9, K=K, I=I)
         fast = taut.project(v, A, b, activation="sigmoid")
         slow = without(taut.project, v, A, b, activation="sigmoid")
-        assert fast.kernel is not None
+        assert fast.complete
         assert_close(fast.z, slow.z, rtol=0, atol=1e-11)
 
 
@@ -113,7 +113,7 @@ def test_mostly_zeros(name, without):
     b = torch.randn(20, A.shape[1]).exp() @ A.mT
     fast = layer.solve(v, b)
     slow = without(taut.project, v, A, b, activation="exp")
-    assert fast.kernel is not None
+    assert fast.complete
     assert_close(fast.z, slow.z, rtol=1e-12, atol=1e-12)
     assert_close(fast.multipliers, slow.multipliers, rtol=1e-11, atol=1e-11)
     weights = torch.randn_like(v)
@@ -152,7 +152,11 @@ def test_a_sample_does_not_know_its_neighbours(name):
     v[7], b[9], b[20] = torch.nan, torch.inf, 1e9
     disturbed = taut.project(v, A, b, activation=row, on_failure="return")
     others = [i for i in range(40) if i not in (7, 9, 20)]
-    assert torch.equal(disturbed.z[others], together.z[others])
+    y = row.sigma(torch.randn(40, 5))
+    losses = [taut.matched_loss(x, y, reduction="none")[others] for x in (disturbed, together)]
+    assert torch.equal(*losses)
+    for key in ("z", "multipliers", "residual"):
+        assert torch.equal(getattr(disturbed, key)[others], getattr(together, key)[others])
     assert disturbed.status[7] == disturbed.status[9] == Status.NONFINITE
 
 
@@ -192,7 +196,7 @@ def test_every_variant_of_the_code(variant, monkeypatch):
         pointer = ctypes.cast(function, ctypes.c_void_p)
         monkeypatch.setitem(kernel._functions, name, (function, pointer))
     found = taut.project(v, A, b, activation="tanh")
-    assert found.kernel is not None
+    assert found.complete
     assert_close(found.z, expected.z, rtol=0, atol=1e-14)
     assert_close(torch.autograd.grad(found.z.square().sum(), v)[0], gradient, rtol=0, atol=1e-13)
 
@@ -201,7 +205,7 @@ def test_what_it_does_not_solve_it_leaves():
     """Infeasible, inconsistent, not finite, and out of iterations: verdicts are torch's."""
     v, b = torch.zeros(4, 3), torch.tensor([[1.0], [4.0], [torch.nan], [2.0]])
     solution = taut.project(v, torch.ones(1, 3), b, activation="sigmoid", on_failure="return")
-    assert solution.kernel is None
+    assert not solution.complete
     expected = [Status.CONVERGED, Status.INFEASIBLE, Status.NONFINITE, Status.CONVERGED]
     assert solution.status.tolist() == expected
     twice = torch.tensor([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])
@@ -230,6 +234,138 @@ def test_a_gradient_it_cannot_find_is_found_elsewhere(without):
         return torch.autograd.grad(solution.z.sum(), v)[0]
 
     assert_close(gradient(), without(gradient), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [5.0, 15.0, 18.0, 30.0])
+def test_saturated_tanh_keeps_its_slope(size, without):
+    """λ answers to v by shares of the slopes, however small they are."""
+    v = torch.tensor([[size, size + 0.5, size + 1.0]], requires_grad=True)
+    b = torch.tanh(v.detach()).sum(-1, keepdim=True)
+
+    def gradient():
+        solution = taut.project(v, torch.ones(1, 3), b, activation="tanh")
+        return torch.autograd.grad(solution.u[0, 0], v)[0]
+
+    assert_close(gradient(), without(gradient), rtol=1e-12, atol=1e-14)
+
+
+def test_a_line_that_overflows(without):
+    A, b = 1e-10 * torch.eye(40, 80), torch.full((20, 40), 1e300)
+    fast = taut.project(torch.zeros(20, 80), A, b, on_failure="return")
+    slow = without(taut.project, torch.zeros(20, 80), A, b, on_failure="return")
+    assert fast.status.tolist() == slow.status.tolist()
+    assert Status.CONVERGED not in fast.status.tolist()
+
+
+def test_without_memory_nothing_is_solved(monkeypatch):
+    """The C code reports what it did, not what it did not."""
+    monkeypatch.setitem(kernel._functions, "taut_solve", (lambda call: None, None))
+    v, A, b = _problem(ROWS["sigmoid"])
+    solution = taut.project(v, A, b, activation="sigmoid")
+    assert_close(solution.z @ A.mT, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loss_at_the_ends_of_a_bounded_row(dtype, without):
+    row = taut.activations.bounded(0.1, 0.3)
+    v, A, b = torch.zeros(1, 3, dtype=dtype), torch.ones(1, 3, dtype=dtype), torch.full((1, 1), 0.6)
+    y = torch.tensor([[0.3, 0.1, 0.2]], dtype=dtype)
+
+    def loss():
+        return taut.matched_loss(taut.project(v, A, b.to(dtype), activation=row), y)
+
+    assert_close(loss(), without(loss), rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0)
+
+
+def test_a_weight_that_makes_the_system_singular(without):
+    row = taut.activations.weighted("linear", torch.tensor([1e-20, 1.0, 1e-20]))
+    A, given = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]), {"on_failure": "return"}
+    fast = taut.project(torch.zeros(2, 3), A, torch.ones(2), activation=row, **given)
+    slow = without(taut.project, torch.zeros(2, 3), A, torch.ones(2), activation=row, **given)
+    assert_close(fast.z, slow.z)
+
+
+def test_tensors_that_c_cannot_read():
+    v, A, b = _problem(ROWS["sigmoid"], n=4)
+    z = taut.project(v, A, b, activation="sigmoid").z
+    negative = torch.complex(torch.zeros_like(b), -b).conj().imag
+    assert negative.is_neg()
+    assert_close(taut.project(v, A, negative, activation="sigmoid").z, z, rtol=0, atol=1e-13)
+    with torch.device("meta"):  # what is new goes elsewhere unless it is told not to
+        solution = taut.project(v, A, b, activation="sigmoid")
+        taut.matched_loss(solution, z)
+    assert_close(solution.z, z, rtol=0, atol=0)
+
+
+def test_batched_gradients():
+    v, A, b = _problem(ROWS["tanh"], n=3)
+    v.requires_grad_()
+    z, directions = taut.project(v, A, b, activation="tanh").z, torch.randn(4, 3, 5)
+    (all_at_once,) = torch.autograd.grad(z, v, directions, is_grads_batched=True, retain_graph=True)
+    for one, direction in zip(all_at_once, directions, strict=True):
+        (alone,) = torch.autograd.grad(z, v, direction, retain_graph=True)
+        assert_close(one, alone, rtol=0, atol=1e-13)
+
+
+def test_verdicts_and_signs_do_not_know_their_neighbours():
+    A = torch.full((1, 8), 2e38, dtype=torch.float32)
+    A[0, 4:] *= -1
+    v = torch.full((2, 8), 3.0, dtype=torch.float32)
+    v[1] = 2e6
+    b = torch.zeros(2, 1, dtype=torch.float32)
+    alone = taut.project(v[:1], A, b[:1], on_failure="return")
+    assert alone.status[0] == taut.project(v, A, b, on_failure="return").status[0]
+    v = torch.tensor([[-0.0, 0.0], [1.0, 2.0]])
+    alone = taut.project(v[:1], torch.ones(1, 2), torch.zeros(1, 1)).z
+    beside = taut.project(v, torch.ones(1, 2), torch.zeros(2, 1)).z[:1]
+    assert torch.equal(alone.signbit(), beside.signbit())
+
+
+def test_a_row_does_not_change_with_the_tensor_it_was_made_of():
+    lower = torch.zeros(3)
+    row = taut.activations.bounded(lower, torch.ones(3))
+    before = taut.project(torch.zeros(2, 3), torch.ones(1, 3), torch.ones(1), activation=row).z
+    lower.sub_(1.0)
+    after = taut.project(torch.zeros(2, 3), torch.ones(1, 3), torch.ones(1), activation=row).z
+    assert torch.equal(before, after)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_can_solve():
+    """OpenMP's threads do not survive a fork; the kernel must not wait for them."""
+    code = """
+import os, torch, taut
+torch.set_num_threads(2)
+A, v = torch.randn(8, 64), torch.randn(256, 64)
+b = torch.sigmoid(torch.randn(256, 64)) @ A.T
+layer = taut.Projection(A, activation="sigmoid")
+layer(v, b)
+child = os.fork()
+if child == 0:
+    z = layer.solve(v, b).z
+    os._exit(0 if float(z.max()) < 1 else 1)
+print(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "0", done.stderr
+
+
+def test_compiled_models():
+    """In a process of its own: the shape checks of the test run are not for torch.compile."""
+    code = """
+import torch, taut
+layer = taut.Projection(torch.ones(1, 3), activation="exp")
+v, b = torch.randn(4, 3, requires_grad=True), torch.ones(4, 1)
+z = torch.compile(layer, backend="eager")(v, b)
+z.square().sum().backward()
+print(float((z - layer(v, b)).abs().max()) < 1e-6, bool(v.grad.isfinite().all()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "True True", done.stderr
 
 
 def test_solutions_can_be_kept_in_files():

@@ -259,7 +259,7 @@ def _parameter(name: str, value: Any) -> Parameter:
             )
         if value.ndim > 1:
             raise ValueError(f"{name} must be a number or a (K,) tensor; got {tuple(value.shape)}.")
-        value = value.to(torch.float64)
+        value = value.detach().to(torch.float64, copy=True)  # what is edited later is not this row
         return value if value.ndim else value.item()
     return float(value)
 

@@ -12,7 +12,10 @@ def is_transformed(x: Any) -> bool:
     >>> is_transformed(torch.zeros(1))
     False
     """
-    return isinstance(x, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x)  # pyright: ignore
+    functorch = torch._C._functorch  # pyright: ignore
+    return isinstance(x, Tensor) and (
+        functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
+    )
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
@@ -20,6 +23,8 @@ def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
     That is a signature bound to its arguments, which takes longer than a small solve.
     """
+    if torch.compiler.is_compiling():
+        return function.apply(*args)
     active = torch._C._are_functorch_transforms_active()  # pyright: ignore
     if active or any(map(is_transformed, args)):
         return function.apply(*args)

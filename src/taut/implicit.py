@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from taut.activation import Activation
-from taut.autograd import apply, is_transformed
+from taut.autograd import apply
 from taut.dual import Dual
 from taut.factor import share, solve_gram
-from taut.kernel import Kernel
+from taut.kernel import Kernel, readable
 from taut.linear import DenseMap, LinearMap, dense_map
 from taut.newton import contradictory, smallest
 from taut.rows import Rows, analyse, unexamined
@@ -35,7 +35,9 @@ class Task:
     pattern: Pattern | None  # where the non-zeros of a sparse A are
     on_failure: OnFailure
     group_size: int = 1  # so many consecutive samples are a group, for solvers that go by groups
-    kernel: Kernel | None = None  # set by the solve: what has solved every sample
+    # Noted by the solve: the kernel, if it took part, and whether every sample has converged.
+    kernel: Kernel | None = None
+    complete: bool = False
 
     def map(self, data: Tensor) -> LinearMap:
         """A, from the tensor that carries its gradient."""
@@ -76,17 +78,16 @@ class Multipliers(torch.autograd.Function):
             start = None if init is None else init.reshape(n, init.shape[-1])
         if data.ndim > 2:
             data = data.reshape(n, *data.shape[-2:])
-        found, residual = _quickly(flat_v, flat_b, start, data, task, rows) or (None, None)
-        if found is None:
+        quick = _quickly(flat_v, flat_b, start, data, task, rows)
+        if quick is None:
             found = _solve(flat_v, flat_b, start, data, task, rows)
-        if residual is not None:
-            task.kernel = Kernel.of(rows, task.activation)
+            residual = _residual(flat_v, flat_b, found.z, data, task)
         else:
+            found, residual = quick
+        if task.on_failure == "raise" and not task.complete and bool(found.status.any()):
             problem = Dual(task.activation, task.map(data), flat_v, flat_b)
-            residual = _largest(problem.residual(found.z))
-            if task.on_failure == "raise" and bool(found.status.any()):
-                status, residual = found.status.reshape(batch), residual.reshape(batch)
-                raise SolveError(_raised(status, residual, problem), status, residual)
+            status, residual = found.status.reshape(batch), residual.reshape(batch)
+            raise SolveError(_raised(status, residual, problem), status, residual)
         condition = rows.condition.to(v.dtype).expand(n)
         multipliers, u, z, iterations, status = found
         each = residual, iterations, status, condition
@@ -125,8 +126,9 @@ class Multipliers(torch.autograd.Function):
         return outputs, (0,) * len(outputs)
 
 
-def _largest(residual: Tensor) -> Tensor:
-    """max_i |r_i|, 0 where there are none."""
+def _residual(v: Tensor, b: Tensor, z: Tensor, data: Tensor, task: Task) -> Tensor:
+    """max_i |A z − b|_i, 0 where there are no rows."""
+    residual = Dual(task.activation, task.map(data), v, b).residual(z)
     if residual.shape[-1] == 0:
         return residual.new_zeros(residual.shape[:-1])
     return residual.abs().amax(-1)
@@ -134,16 +136,16 @@ def _largest(residual: Tensor) -> Tensor:
 
 def _quickly(
     v: Tensor, b: Tensor, init: Tensor | None, data: Tensor, task: Task, rows: Rows
-) -> tuple[Outcome, Tensor | None] | None:
-    """The compiled kernel for the samples it can solve, `_solve` for the others.
+) -> tuple[Outcome, Tensor] | None:
+    """Outcome and residuals by the compiled kernel, with `_solve` for what it leaves.
 
-    With the residuals, if there were no others; None where there is no kernel.
+    None where there is no kernel. What it finds out is noted in `task`.
     """
     solver = task.solver
     if not isinstance(solver, Newton) or solver.dtype != torch.float64 or not len(v):
         return None
     kernel = Kernel.of(rows, task.activation)
-    if kernel is None:
+    if kernel is None or not readable(v, b, init):
         return None
     eps = torch.finfo(v.dtype).eps
     start = init
@@ -158,14 +160,16 @@ def _quickly(
         agree = ~contradictory(rows, dual.b, eps)
         solved = agree if solved is None else solved & agree
         solved = None if bool(solved.all()) else solved
+    task.kernel, task.complete = kernel, solved is None
     status = torch.zeros_like(found.iterations)
     outcome = Outcome(multipliers, found.u, found.z, found.iterations, status)
-    if solved is None:
-        return outcome, found.residual
-    left = (~solved).nonzero().squeeze(-1)
-    start = None if init is None else init[left]
-    outcome.write(left, _solve(v[left], b[left], start, data, task, rows))
-    return outcome, None
+    if solved is not None:
+        left = (~solved).nonzero().squeeze(-1)
+        v, b, init = v[left], b[left], None if init is None else init[left]
+        rest = _solve(v, b, init, data, task, rows)
+        outcome.write(left, rest)
+        found.residual.index_copy_(0, left, _residual(v, b, rest.z, data, task))
+    return outcome, found.residual
 
 
 def _solve(
@@ -224,7 +228,7 @@ def _quick_gradient(
     task: Task,
 ) -> tuple[Tensor, Tensor] | None:
     """∂v and ∂b by the compiled kernel, where no second derivative is asked for."""
-    if torch.is_grad_enabled() or task.rows is None or any(map(is_transformed, (u, *grads))):
+    if torch.is_grad_enabled() or task.rows is None or not readable(u, *grads):
         return None
     rows, kernel = task.rows, Kernel.of(task.rows, task.activation)
     if kernel is None or (rows.projector is not None and grads[0] is not None):

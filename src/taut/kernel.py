@@ -16,12 +16,15 @@ from typing import Any, NamedTuple, final
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn import Parameter
 
 from taut.activation import Activation
+from taut.autograd import is_transformed
 from taut.plan import Plan, make_plan
 from taut.rows import Rows
 
 _LIMIT = 30  # iterations; what takes longer is not easy
+_GRAIN = 2**13  # products of two numbers that are worth a thread
 
 
 _SIZES = "outputs given rows kept disjoint constraints positive"
@@ -53,7 +56,7 @@ class _Solve(Structure):
 class _Loss(Structure):
     _fields_ = [
         *_fields(c_void_p, "plan v b y u multipliers loss"),
-        *_fields(c_int64, "samples single b_stride next"),
+        *_fields(c_int64, "samples single b_stride next unsolved"),
     ]
 
 
@@ -69,9 +72,13 @@ def _load() -> ctypes.CDLL | None:
     if found is None or found.origin is None or os.environ.get("TAUT_KERNEL") == "0":
         return None
     try:
-        return ctypes.CDLL(found.origin)
-    except OSError:  # built for another machine
+        library = ctypes.CDLL(found.origin)
+        library.taut_layout.restype = c_int64
+    except (OSError, AttributeError):  # built for another machine, or from other sources
         return None
+    sizes = (ctypes.sizeof(structure) for structure in (_Plan, _Solve, _Backward, _Loss))
+    layout = sum(1000**i * size for i, size in enumerate(sizes))
+    return library if library.taut_layout() == layout else None
 
 
 def _pool() -> Callable[..., None] | None:
@@ -85,6 +92,15 @@ def _pool() -> Callable[..., None] | None:
 
 
 _library, _parallel = _load(), _pool()
+
+
+def _alone() -> None:
+    global _parallel
+    _parallel = None
+
+
+if hasattr(os, "register_at_fork"):  # OpenMP's threads do not survive a fork
+    os.register_at_fork(after_in_child=_alone)
 _functions = {}
 for _name in () if _library is None else ("taut_solve", "taut_backward", "taut_loss"):
     _function = getattr(_library, _name)
@@ -99,6 +115,25 @@ def available() -> bool:
     True
     """
     return _library is not None
+
+
+def readable(*tensors: Tensor | None) -> bool:
+    """Can C read these by their address?
+
+    >>> readable(torch.zeros(2)), readable(torch.zeros(2, device="meta"))
+    (True, False)
+    """
+    return all(
+        x is None
+        or (
+            type(x) in (Tensor, Parameter)
+            and x.device.type == "cpu"
+            and x.layout == torch.strided
+            and not x.is_neg()
+            and not is_transformed(x)
+        )
+        for x in tensors
+    )
 
 
 @final
@@ -125,12 +160,12 @@ class Kernel:
         self._address = ctypes.addressof(self._structure)
 
     def __reduce__(self) -> tuple:
-        return Kernel, (self._plan,)  # pointers do not travel
+        return type(None), ()  # pointers do not travel, and there may be no kernel elsewhere
 
     @staticmethod
     def of(rows: Rows, activation: Activation) -> "Kernel | None":
         """Made once for each A and σ; None where it cannot help."""
-        if _library is None or rows.kernels is None:
+        if _library is None or rows.kernels is None or torch.compiler.is_compiling():
             return None
         if activation not in rows.kernels:
             plan = make_plan(rows, activation)
@@ -153,13 +188,13 @@ class Kernel:
         u, z = torch.empty_like(v), torch.empty_like(v)
         multipliers = v.new_empty(n, b.shape[-1])
         residual, iterations = v.new_empty(n), v.new_empty(n, dtype=torch.long)
-        solved = v.new_empty(n, dtype=torch.bool)
+        solved = v.new_zeros(n, dtype=torch.bool)
         tensors = (multipliers, u, z, residual, iterations, solved)
         given = v.data_ptr(), b.data_ptr(), None if start is None else start.data_ptr()
-        sizes = (n, dtype == torch.float32, b.stride(0), min(limit, _LIMIT), 0, 0)
+        sizes = (n, dtype == torch.float32, b.stride(0), min(limit, _LIMIT), 0, n)
         reals = (target, 1.0 if target < 1e-12 else 0.01, torch.finfo(dtype).max)
         call = _Solve(self._address, *given, *(x.data_ptr() for x in tensors), *sizes, *reals)
-        _run("taut_solve", call)
+        self._run("taut_solve", call)
         solved = solved if call.unsolved else None
         return Attempt(multipliers, u, z, residual, iterations, solved)
 
@@ -172,11 +207,11 @@ class Kernel:
         """∂v, ∂b, and where they could not be found; None says nowhere."""
         given = [None if x is None else x.contiguous() for x in (u, *grads, status)]
         dv = torch.empty_like(u)
-        db = torch.empty(len(u), self._plan.constraints, dtype=u.dtype)
-        solved = torch.empty(len(u), dtype=torch.bool)
+        db = u.new_empty(len(u), self._plan.constraints)
+        solved = u.new_zeros(len(u), dtype=torch.bool)
         pointers = (None if x is None else x.data_ptr() for x in (*given, dv, db, solved))
-        call = _Backward(self._address, *pointers, len(u), u.dtype == torch.float32, 0, 0)
-        _run("taut_backward", call)
+        call = _Backward(self._address, *pointers, len(u), u.dtype == torch.float32, 0, len(u))
+        self._run("taut_backward", call)
         return dv, db, (~solved).nonzero().squeeze(-1) if call.unsolved else None
 
     def loss(
@@ -190,18 +225,20 @@ class Kernel:
         """Σψ(y) − yᵀv − bᵀλ + Σφ(u) of each sample."""
         v, y, u, multipliers = (x.contiguous() for x in (v, y, u, multipliers))
         b = b if b.stride(-1) == 1 else b.contiguous()
-        loss = torch.empty(len(v), dtype=v.dtype)
+        n, loss = len(v), v.new_empty(len(v))
         pointers = (x.data_ptr() for x in (v, b, y, u, multipliers, loss))
-        call = _Loss(self._address, *pointers, len(v), v.dtype == torch.float32, b.stride(0), 0)
-        _run("taut_loss", call)
+        call = _Loss(self._address, *pointers, n, v.dtype == torch.float32, b.stride(0), 0, n)
+        self._run("taut_loss", call)
+        if call.unsolved > 0:
+            raise MemoryError("no memory left for the matched loss.")
         return loss
 
-
-def _run(name: str, call: Structure) -> None:
-    """On as many threads as torch uses; each takes the next samples that nobody works on."""
-    function, address = _functions[name]
-    threads = min(torch.get_num_threads(), -(-call.samples // 16))
-    if threads < 2 or _parallel is None:
-        function(byref(call))
-    else:
-        _parallel(address, byref(call), threads, 0)
+    def _run(self, name: str, call: Structure) -> None:
+        """On as many threads as torch uses; each takes the next samples that nobody works on."""
+        function, address = _functions[name]
+        work = call.samples * self._plan.outputs * (self._plan.kept + 8)
+        threads = min(torch.get_num_threads(), work // _GRAIN)
+        if threads < 2 or _parallel is None:
+            function(byref(call))
+        else:
+            _parallel(address, byref(call), threads, 0)

@@ -14,7 +14,7 @@ from taut.activation import Activation
 from taut.activations import resolve
 from taut.autograd import apply
 from taut.dual import Dual
-from taut.kernel import Kernel
+from taut.kernel import Kernel, readable
 from taut.solution import Solution, Status
 
 Reduction = Literal["mean", "sum", "none"]
@@ -49,6 +49,7 @@ def matched_loss(
         solution.status,
         problem,
         solution.kernel,
+        solution.complete,
     )
     return _reduce(loss, reduction)
 
@@ -73,8 +74,9 @@ class _Matched(torch.autograd.Function):
         status: Tensor,
         problem: Dual,
         kernel: Kernel | None,
+        complete: bool,
     ) -> Tensor:
-        if kernel is not None:
+        if kernel is not None and readable(v, b, y, u, multipliers):
             if v.ndim == 2:
                 return kernel.loss(v, b, y, u, multipliers)
             v, b, y, u, multipliers = (
@@ -87,9 +89,9 @@ class _Matched(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        v, _, _, y, z, multipliers, _, status, problem, kernel = inputs
+        v, _, _, y, z, multipliers, _, status, problem, _, complete = inputs
         ctx.save_for_backward(v, y, z, multipliers, status)
-        ctx.activation, ctx.A, ctx.complete = problem.activation, problem.A, kernel is not None
+        ctx.activation, ctx.A, ctx.complete = problem.activation, problem.A, complete
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
@@ -105,7 +107,7 @@ class _Matched(torch.autograd.Function):
         dv = g * (z - y)
         dA = ctx.A.outer(g * multipliers, z) if needs[1] else None
         db = -g * multipliers if needs[2] else None
-        return dv, dA, db, dy, None, None, None, None, None, None
+        return dv, dA, db, dy, None, None, None, None, None, None, None
 
 
 def bregman_loss(

@@ -138,7 +138,7 @@ class LagrangeMemory(nn.Module):
                 f"index {tuple(index.shape)} and multipliers {tuple(found.shape)} do not belong "
                 f"together in a memory of {tuple(self.multipliers.shape)}."
             )
-        if solution.kernel is not None and found.dtype == self.multipliers.dtype:  # all solved
+        if solution.complete and found.dtype == self.multipliers.dtype:
             self.multipliers[index] = found
             return
         found = found.to(self.multipliers.dtype)

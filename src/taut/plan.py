@@ -53,7 +53,11 @@ def make_plan(rows: Rows, activation: Activation) -> Plan | None:
     functions = _functions(activation, given)
     if functions is None or constraints > _MAX_ROWS or given > _MAX_OUTPUTS:
         return None
-    kept = torch.ones(constraints, dtype=torch.bool) if rows.left_out is None else ~rows.left_out
+    kept = (
+        torch.ones(constraints, dtype=torch.bool, device="cpu")
+        if rows.left_out is None
+        else ~rows.left_out
+    )
     sparse = _mostly_zeros(A.data)
     disjoint = _disjoint(A.data, kept) if sparse else torch.zeros_like(kept)
     parts = [x.nonzero().squeeze(-1) for x in (disjoint, kept & ~disjoint, ~kept)]
@@ -66,19 +70,22 @@ def make_plan(rows: Rows, activation: Activation) -> Plan | None:
     if sparse:
         arrays |= _lists(a, worked)
     w = functions["scale"] / functions["temperature"]
-    arrays["flat"] = _inverse(a[:worked], torch.ones_like(w))
+    inverses = {"flat": _inverse(a[:worked], torch.ones_like(w))}
     if activation.straight:
-        arrays["inverse"] = _inverse(a[:worked], w)
+        inverses["inverse"] = _inverse(a[:worked], w)
+    if not all(bool(inverse.isfinite().all()) for inverse in inverses.values()):
+        return None
+    arrays |= inverses
     positive = activation.range.positive and bool((A.data >= 0).all())
     arrays = {name: array.contiguous() for name, array in arrays.items()}
     return Plan(a.shape[1], given, len(order), worked, first, constraints, positive, arrays)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
     """Kind and parameters of σ, output by output."""
     outputs = given + -given % TILE
-    kind = torch.full((outputs,), _KINDS[linear.sigma], dtype=torch.int8)
+    kind = torch.full((outputs,), _KINDS[linear.sigma], dtype=torch.int8, device="cpu")
     start = {
         "shift": 0.0,
         "scale": 1.0,
@@ -86,10 +93,9 @@ def _functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
         "lower": -torch.inf,
         "upper": torch.inf,
     }
-    numbers = {
-        name: torch.full((outputs,), value, dtype=torch.float64) for name, value in start.items()
-    }
-    for row, index in activation.parts or ((activation, torch.arange(given)),):
+    like = kind.double()
+    numbers = {name: torch.full_like(like, value) for name, value in start.items()}
+    for row, index in activation.parts or ((activation, slice(given)),):
         form = row.form or Affine(row)
         if form.row.sigma not in _KINDS:
             return None
@@ -98,7 +104,7 @@ def _functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
         if form.row.range.bounded:
             values |= {"lower": form.ends.lower, "upper": form.ends.upper}
         for name, value in values.items():
-            numbers[name][index] = torch.as_tensor(value, dtype=torch.float64)
+            numbers[name][index] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
     plain = (numbers["shift"] == 0) & (numbers["scale"] == 1) & (numbers["temperature"] == 1)
     return numbers | {"kind": kind, "plain": plain.to(torch.int8)}
 
@@ -109,7 +115,7 @@ def _mostly_zeros(A: Float[Tensor, "I K"]) -> bool:
 
 def _disjoint(A: Float[Tensor, "I K"], kept: Bool[Tensor, "I"]) -> Bool[Tensor, "I"]:
     """Rows that share no output with each other, taken as they come."""
-    support, used = A != 0, torch.zeros(A.shape[1], dtype=torch.bool)
+    support, used = A != 0, A.new_zeros(A.shape[1], dtype=torch.bool)
     chosen = torch.zeros_like(kept)
     for i in kept.nonzero().squeeze(-1).tolist():
         if not bool((support[i] & used).any()):
@@ -146,10 +152,11 @@ def _lists(a: Float[Tensor, "rows outputs"], kept: int) -> dict[str, Tensor]:
 
 def _starts(index: Int[Tensor, "n"], count: int) -> Int[Tensor, "more"]:
     """Where each of 0 … count begins in a sorted index."""
-    return torch.searchsorted(index, torch.arange(count + 1))
+    return torch.searchsorted(index, torch.arange(count + 1, device=index.device))
 
 
 def _inverse(a: Float[Tensor, "kept outputs"], w: Float[Tensor, "outputs"]) -> Tensor:
     gram = (a * w) @ a.mT
     gram.diagonal().masked_fill_((a == 0).all(-1), 1)
-    return torch.cholesky_inverse(torch.linalg.cholesky(gram))
+    factor, info = torch.linalg.cholesky_ex(gram)
+    return torch.cholesky_inverse(factor) if int(info) == 0 else torch.full_like(gram, torch.nan)

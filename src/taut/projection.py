@@ -71,5 +71,6 @@ def project_examined(
     found = apply(Multipliers, v, A.data, b, start, task)
     multipliers, u, z, residual, iterations, status, condition = found
     dual = Dual(activation, A, v, b)
-    kernel = None if is_transformed(z) else task.kernel
-    return Solution(z, multipliers, u, residual, iterations, status, condition, dual, kernel)
+    kernel, complete = (None, False) if is_transformed(z) else (task.kernel, task.complete)
+    given = (z, multipliers, u, residual, iterations, status, condition, dual)
+    return Solution(*given, kernel, complete)

@@ -84,7 +84,8 @@ class Solution:
     status: Int[Tensor, "*batch"]
     condition: Float[Tensor, "*batch"]
     problem: "Dual"
-    kernel: "Kernel | None" = None  # the compiled code, where it has solved every sample
+    kernel: "Kernel | None" = None  # the compiled code, where it took part
+    complete: bool = False  # is it known, without a look at `status`, that all have converged?
 
     @property
     def converged(self) -> Bool[Tensor, "*batch"]:

@@ -39,7 +39,7 @@ typedef struct {
     int64_t *iterations;
     int8_t *solved;
     int64_t samples, single, b_stride, limit; /* single: float32 in and out */
-    int64_t next, unsolved; /* the first sample nobody works on; how many are not solved */
+    int64_t next, unsolved; /* the first sample nobody works on; how many are not solved, at first all */
     double target, share, huge;
 } Solve;
 
@@ -56,7 +56,7 @@ typedef struct {
     const Plan *plan;
     const void *v, *b, *y, *u, *multipliers;
     void *loss;
-    int64_t samples, single, b_stride, next;
+    int64_t samples, single, b_stride, next, unsolved;
 } Loss;
 
 #endif

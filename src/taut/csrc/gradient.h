@@ -47,7 +47,7 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     write_rows(p, x->step, s->db, first, s->samples, s->single);
     for (int l = 0; l < LANES && first + l < s->samples; l++) {
         s->solved[first + l] = fine[l] || !live[l];
-        if (!s->solved[first + l]) __atomic_fetch_add(&s->unsolved, 1, __ATOMIC_RELAXED);
+        if (s->solved[first + l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
     }
 }
 
@@ -68,9 +68,11 @@ PART void loss_block(const Plan *p, Loss *s, Work *x, int64_t first) {
         } else {
             double size = p->scale[k] * p->temperature[k];
             lanes z = (y - p->shift[k]) / p->scale[k];
-            if (p->upper[k] < INFINITY) { /* the ends go to the ends exactly */
-                z = choose(y == p->lower[k], all(kind == TANH ? -1.0 : 0.0), z);
-                z = choose(y == p->upper[k], all(1.0), z);
+            if (p->upper[k] < INFINITY) { /* the ends, as y has them, go to the ends exactly */
+                double lower = s->single ? (float)p->lower[k] : p->lower[k];
+                double upper = s->single ? (float)p->upper[k] : p->upper[k];
+                z = choose(y == lower, all(kind == TANH ? -1.0 : 0.0), z);
+                z = choose(y == upper, all(1.0), z);
             }
             psi = size * negative_entropy(kind, z);
             phi = p->shift[k] * u + size * integral(kind, u / p->temperature[k]);
@@ -80,6 +82,7 @@ PART void loss_block(const Plan *p, Loss *s, Work *x, int64_t first) {
     for (int64_t i = 0; i < p->rows; i++) loss -= x->b[i] * x->multipliers[i];
     for (int l = 0; l < LANES && first + l < s->samples; l++)
         put(s->loss, first + l, s->single, loss[l]);
+    __atomic_fetch_sub(&s->unsolved, LANES, __ATOMIC_RELAXED);
 }
 
 #endif

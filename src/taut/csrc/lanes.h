@@ -23,22 +23,28 @@ INLINE int any(mask m) {
     for (int l = 0; l < LANES; l++) found |= m[l];
     return found != 0;
 }
+#ifdef __clang__
+#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, (mask){__VA_ARGS__})
+#endif
+
 /* Row i, lane j becomes row j, lane i. */
 INLINE void transpose(lanes *x) {
     for (int i = 0; i < LANES; i += 2) {
         lanes a = x[i], b = x[i + 1];
-        x[i] = __builtin_shuffle(a, b, (mask){0, 8, 2, 10, 4, 12, 6, 14});
-        x[i + 1] = __builtin_shuffle(a, b, (mask){1, 9, 3, 11, 5, 13, 7, 15});
+        x[i] = SHUFFLE(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
+        x[i + 1] = SHUFFLE(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
     }
     for (int i = 0; i < LANES; i += i % 4 ? 3 : 1) {
         lanes a = x[i], b = x[i + 2];
-        x[i] = __builtin_shuffle(a, b, (mask){0, 1, 8, 9, 4, 5, 12, 13});
-        x[i + 2] = __builtin_shuffle(a, b, (mask){2, 3, 10, 11, 6, 7, 14, 15});
+        x[i] = SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+        x[i + 2] = SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
     }
     for (int i = 0; i < LANES / 2; i++) {
         lanes a = x[i], b = x[i + 4];
-        x[i] = __builtin_shuffle(a, b, (mask){0, 1, 2, 3, 8, 9, 10, 11});
-        x[i + 4] = __builtin_shuffle(a, b, (mask){4, 5, 6, 7, 12, 13, 14, 15});
+        x[i] = SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
+        x[i + 4] = SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
     }
 }
 
@@ -78,9 +84,10 @@ INLINE lanes exponential(lanes x) {
     return (p + 1.0) * half * rest;
 }
 
-/* e^x − 1 */
-INLINE lanes exponential_less_one(lanes x) {
+/* e^x − 1, and e^x beside it */
+INLINE lanes exponential_less_one(lanes x, lanes *whole) {
     lanes half, rest, p = reduced(x, &half, &rest);
+    *whole = (p + 1.0) * half * rest;
     return p * half * rest + (half * rest - 1.0);
 }
 
@@ -120,7 +127,7 @@ typedef struct {
 
 /* σ(x) and its derivative, which keeps its digits where σ has saturated */
 INLINE Output activate(Kind kind, lanes x) {
-    lanes e, r;
+    lanes e, r, less;
     switch (kind) {
     case EXP:
         e = exponential(x);
@@ -129,10 +136,10 @@ INLINE Output activate(Kind kind, lanes x) {
         e = exponential(-absolute(x));
         r = 1.0 / (1.0 + e);
         return (Output){choose(x >= 0.0, r, e * r), e * r * r};
-    case TANH:
-        e = exponential_less_one(-2.0 * absolute(x)); /* tanh|x| = −e/(2 + e) */
-        r = 1.0 / (2.0 + e);
-        return (Output){choose(x >= 0.0, -e * r, e * r), 4.0 * (e + 1.0) * r * r};
+    case TANH: /* (1 − e)/(1 + e) with e = exp(−2|x|), and 4e/(1 + e)² */
+        less = exponential_less_one(-2.0 * absolute(x), &e);
+        r = 1.0 / (1.0 + e);
+        return (Output){choose(x >= 0.0, -less * r, less * r), 4.0 * e * r * r};
     default:
         return (Output){x, all(1.0)};
     }
@@ -145,14 +152,14 @@ INLINE lanes entropy(lanes factor, lanes logarithm) {
 
 /* φ(x), the integral of σ */
 INLINE lanes integral(Kind kind, lanes x) {
-    lanes size = absolute(x), s;
+    lanes size = absolute(x), s, unused;
     switch (kind) {
     case EXP:
         return exponential(x);
     case SIGMOID:
         return at_least(x, all(0.0)) + logarithm_of_one_plus(exponential(-size));
     case TANH: /* log cosh; for small x from sinh², for large without overflow */
-        s = exponential_less_one(at_most(size, all(10.0)));
+        s = exponential_less_one(at_most(size, all(10.0)), &unused);
         s = 0.5 * (s + s / (1.0 + s));
         return choose(size < 10.0, 0.5 * logarithm_of_one_plus(s * s),
                       size - 0x1.62e42fefa39efp-1 + logarithm_of_one_plus(exponential(-2.0 * size)));

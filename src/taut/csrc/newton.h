@@ -179,7 +179,10 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
         evaluate(p, s, x);
         lanes far = x->reach;
         mask good = (absolute(dot(p, x->step, x->residual)) <= 0.4 * from) & (far <= REACH);
-        if (p->inverse) good = x->relative < INFINITY; /* σ is a line */
+        if (p->inverse) { /* σ is a line: there is no better step, and no factor to search with */
+            good = x->relative < INFINITY;
+            open &= good;
+        }
         mask bad = open & ~good;
         lanes gain = 2.0 * x->relative / before;
         lanes left = x->relative * gain * gain * gain * gain * gain;
@@ -207,7 +210,7 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
         s->iterations[first + l] = (int64_t)iterations[l];
         put(s->residual, first + l, s->single, residual[l]);
         s->solved[first + l] = fit[l] && solved[l];
-        if (!s->solved[first + l]) __atomic_fetch_add(&s->unsolved, 1, __ATOMIC_RELAXED);
+        if (s->solved[first + l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
     }
 }
 

@@ -81,7 +81,7 @@ INLINE lanes predict(const Plan *p, Work *x) {
     for (int64_t k = 0; k < p->outputs; k += TILE) {
         if (!from_zero) adjoint(p, x->multipliers, k, sum);
         for (int t = 0; t < TILE; t++) {
-            lanes u = from_zero ? x->v[k + t] : x->v[k + t] + sum[t];
+            lanes u = x->v[k + t] + (from_zero ? all(0.0) : sum[t]);
             reach = larger(reach, absolute(u - x->u[k + t]));
             x->u[k + t] = u;
         }
@@ -168,9 +168,12 @@ INLINE mask fits(const Plan *p, const Solve *s, Work *x) {
         largest = larger(largest, larger(x->y[k], absolute(x->u[k])));
     }
     mask fine = largest <= s->huge;
-    for (int64_t i = 0; any(~(largest < 1e6)) && i < p->rows; i += TILE) {
+    double most = 0.0;
+    for (int64_t i = 0; i < p->rows; i++) most = p->sizes[i] > most ? p->sizes[i] : most;
+    mask near = ~(most * largest <= s->huge);
+    for (int64_t i = 0; any(near) && i < p->rows; i += TILE) {
         apply(p, x->y, i, 0, terms);
-        for (int t = 0; t < TILE; t++) fine &= terms[t] <= s->huge;
+        for (int t = 0; t < TILE; t++) fine &= ~near | (terms[t] <= s->huge);
     }
     return fine;
 }
