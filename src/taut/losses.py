@@ -45,7 +45,7 @@ def matched_loss(
         y.to(solution.z.dtype),
         solution.z,
         solution.multipliers,
-        solution.u.detach(),
+        solution.u,
         solution.status,
         problem,
         solution.kernel,

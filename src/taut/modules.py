@@ -1,5 +1,7 @@
 """Thin nn.Modules over `project`: the Lagrange units of the paper as layers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -124,7 +126,11 @@ class LagrangeMemory(nn.Module):
         self.register_buffer("multipliers", torch.zeros(num_samples, num_constraints))
 
     def __getitem__(self, index: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch I"]:
-        return self.multipliers[self._checked(index)]
+        index = self._checked(index)
+        if index.ndim != 1:
+            return self[index.reshape(-1)].reshape(*index.shape, self.multipliers.shape[-1])
+        with self._range(index):
+            return self.multipliers.index_select(0, index)
 
     def __len__(self) -> int:
         return len(self.multipliers)
@@ -138,21 +144,37 @@ class LagrangeMemory(nn.Module):
                 f"index {tuple(index.shape)} and multipliers {tuple(found.shape)} do not belong "
                 f"together in a memory of {tuple(self.multipliers.shape)}."
             )
-        if solution.complete and found.dtype == self.multipliers.dtype:
-            self.multipliers[index] = found
-            return
-        found = found.to(self.multipliers.dtype)
-        usable = found.isfinite().all(-1) & (solution.status <= 1)
-        self.multipliers[index[usable]] = found[usable]
+        index, found = index.reshape(-1), found.reshape(-1, self.multipliers.shape[-1])
+        if not (solution.complete and found.dtype == self.multipliers.dtype):
+            found = found.to(self.multipliers.dtype)
+            usable = found.isfinite().all(-1) & (solution.status.reshape(-1) <= 1)
+            index, found = index[usable], found[usable]
+        with self._range(index):
+            self.multipliers.index_copy_(0, index, found)
 
     def _checked(self, index: Tensor) -> Tensor:
         index = torch.as_tensor(index, device=self.multipliers.device)
         if index.is_floating_point() or index.dtype == torch.bool:
             raise TypeError(f"index must hold integers; got {index.dtype}.")
+        return index.long()
+
+    @contextmanager
+    def _range(self, index: Tensor) -> Iterator[None]:
+        """On a CPU torch itself looks at every index; elsewhere it must be done before."""
+        if index.device.type != "cpu":
+            self._check_range(index)
+        try:
+            yield
+        except (IndexError, RuntimeError):
+            self._check_range(index)
+            raise
+
+    def _check_range(self, index: Tensor) -> None:
         low, high = (int(x) for x in index.aminmax()) if index.numel() else (0, -1)
         if low < 0 or high >= len(self):
-            raise IndexError(f"sample indices must lie in 0 … {len(self) - 1}; got {low} … {high}.")
-        return index.long()
+            raise IndexError(
+                f"sample indices must lie in 0 … {len(self) - 1}; got {low} … {high}."
+            ) from None
 
 
 @final
