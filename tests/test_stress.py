@@ -151,3 +151,15 @@ def test_threads_batch_and_place_do_not_matter(activation, K, I):
         assert (getattr(moved, name) - x[order]).abs().max() <= size
         assert (getattr(part, name) - x[:9]).abs().max() <= size
     assert (whole.status == Status.CONVERGED).all()
+
+
+def test_a_line_with_a_neighbour_that_is_done(monkeypatch):
+    """One slope for all samples, also when the first of them needs no step any more."""
+    monkeypatch.setattr(taut.kernel, "_library", None)
+    row = taut.activations.tempered("linear", 0.1)
+    v, A, b = _hard("linear", 3.0, K=8, I=3, rows=5)
+    b[0] = row.sigma(v[0]) @ A.mT
+    together = taut.project(v, A, b, activation=row)
+    assert together.iterations.tolist() == [0, 1, 1, 1, 1]
+    alone = taut.project(v[1:], A, b[1:], activation=row)
+    assert torch.equal(together.z[1:], alone.z)

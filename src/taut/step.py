@@ -100,11 +100,12 @@ def newton_step(
     Samples in `closed` stand still: with small batches that costs less than to leave them out.
     """
     w = problem.slopes(state.u)
+    slope = w[0]  # of all samples, where σ is a line
     if closed is not None:
         w = w.masked_fill(closed.unsqueeze(-1), 1)
     factor, exact, rough = None, None, problem.rows.rough
     if problem.dual.activation.straight and isinstance(problem.rows.basis, DenseMap):
-        factor = share(problem.rows.basis, w[0], problem.rows.left_out)
+        factor = share(problem.rows.basis, slope, problem.rows.left_out)
         step = factor.solve(problem.rows.restrict(state.residual))
     elif rough is not None:
         accuracy = _accuracy(state, target)
