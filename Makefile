@@ -1,7 +1,7 @@
 # `make` lists the targets. Everything runs in .venv, which is made on first use.
 PYTHON ?= python3
-# pytest processes: 0 is none besides the main one. Worth raising once the suite outlasts their start.
-WORKERS ?= 0
+# pytest processes; 0 is none besides the main one.
+WORKERS ?= 2
 N ?= 10000
 ARGS ?=
 
@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint types tests slow format demo xor fuzz bench docs clean
+.PHONY: help venv test lint types tests plain slow format demo xor fuzz bench docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -36,6 +36,7 @@ test: $(READY) ## everything CI runs: lint, types, tests
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory tests
+	@$(MAKE) --no-print-directory plain
 
 lint: $(READY) ## ruff: rules and formatting
 	@echo "== ruff"
@@ -49,6 +50,10 @@ types: $(READY) ## pyright on src
 tests: $(READY) ## pytest: tests, docstrings and README (ARGS="-k name")
 	@echo "== pytest"
 	@$(PYTEST) $(ARGS)
+
+plain: $(READY) ## the tests of the solver without the compiled kernel
+	@echo "== pytest without the kernel"
+	@TAUT_KERNEL=0 $(PYTEST) tests/test_solvers.py tests/test_gradients.py tests/test_stress.py tests/test_oracle.py
 
 slow: $(READY) ## the tests that take minutes
 	@$(PYTEST) -m slow $(ARGS)
