@@ -273,3 +273,23 @@ def test_sparse_A_works_or_says_that_it_does_not():
 def test_status_of_all_that_converge_is_zero():
     solution = taut.project(torch.randn(3, K), torch.randn(2, K), torch.randn(2))
     assert solution.status.tolist() == [Status.CONVERGED] * 3
+
+
+def test_an_A_that_changes_is_looked_at_again(monkeypatch):
+    """What is known of A is kept with it; A.data may be written to without a trace."""
+    looks = []
+    examine = taut.projection.examine
+    monkeypatch.setattr(taut.projection, "examine", lambda *a: looks.append(1) or examine(*a))
+    v, A = torch.randn(4, 3), torch.ones(1, 3)
+    for _ in range(3):
+        assert_close(taut.project(v, A, torch.ones(1)).z.sum(-1), torch.ones(4))
+    assert len(looks) == 1
+    A.data[0, 0] = 5.0
+    assert_close(taut.project(v, A, torch.ones(1)).z @ A[0], torch.ones(4))
+    assert len(looks) == 2
+    taut.project(v.float(), A.float(), torch.ones(1).float())
+    taut.project(v, A, torch.ones(1), solver=taut.Newton(dtype=None))
+    assert len(looks) == 4
+    before = len(taut.projection._known)
+    del A
+    assert len(taut.projection._known) < before

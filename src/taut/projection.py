@@ -3,6 +3,7 @@
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from taut.activation import Activation
 from taut.activations import resolve
@@ -43,8 +44,28 @@ def project(
     row = resolve(activation)
     validate(v, A, b, init, row, on_failure)
     linear = as_map(A)
-    rows = None if is_transformed(A) else examine(linear, solver)
+    rows = None if is_transformed(A) else _examined(A, linear, solver)
     return project_examined(v, linear, b, rows, row, solver, init, on_failure)
+
+
+# What is known of an A, for as long as that tensor lives: with it the values it was found for.
+_known = WeakTensorKeyDictionary()
+
+
+def _examined(A: Tensor, linear: LinearMap, solver: Solver) -> Rows:
+    """`examine`, or what it gave last time, if A is still what it was then."""
+    if isinstance(linear, SparseMap) or A.requires_grad or torch.compiler.is_compiling():
+        return examine(linear, solver)
+    known = _known.get(A)
+    if known is not None:
+        values, dtype, rows = known
+        if dtype == solver.dtype and values.dtype == A.dtype and values.device == A.device:
+            if torch.equal(values, A):
+                return rows
+    rows = examine(linear, solver)
+    if rows.transform is None:  # else there is a warning to be given again
+        _known[A] = A.clone(), solver.dtype, rows
+    return rows
 
 
 def as_map(A: Tensor) -> LinearMap:
