@@ -137,7 +137,7 @@ def test_it_says_what_to_install(monkeypatch, missing):
 
 def test_ctrl_c_stops_and_the_next_call_goes_on(tmp_path):
     out = tmp_path / "out"
-    command = ["xor", "--runs", "2", "--threads", "2", "--out", str(out), "--epochs", "30"]
+    command = ["xor", "--runs", "2", "--threads", "2", "--out", str(out), "--epochs", "150"]
     command += ["--patterns", "40", "--batch-size", "20", "--inputs", "corners"]
     source = Path(cli.__file__).parents[1]
     process = subprocess.Popen(
