@@ -137,7 +137,7 @@ def test_it_says_what_to_install(monkeypatch, missing):
 
 def test_ctrl_c_stops_and_the_next_call_goes_on(tmp_path):
     out = tmp_path / "out"
-    command = ["xor", "--runs", "2", "--threads", "2", "--out", str(out), "--epochs", "150"]
+    command = ["xor", "--runs", "2", "--threads", "2", "--out", str(out), "--epochs", "30"]
     command += ["--patterns", "40", "--batch-size", "20", "--inputs", "corners"]
     source = Path(cli.__file__).parents[1]
     process = subprocess.Popen(
@@ -147,6 +147,8 @@ def test_ctrl_c_stops_and_the_next_call_goes_on(tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        # Where the tests run in the background, Ctrl-C is ignored, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         # Four parts on two processes: when the first is saved, at least one has not begun.
