@@ -37,8 +37,9 @@ class Clock:
         subprocess.run(["gcc", *flags, *files, "-o", str(path)], check=True)
         library = ctypes.CDLL(str(path))
         self.ticks = (ctypes.c_uint64 * (len(PARTS) + 1)).in_dll(library, "taut_ticks")
-        pointer = ctypes.cast(library.taut_solve, ctypes.c_void_p)
-        kernel._functions["taut_solve"] = library.taut_solve, pointer
+        function = getattr(library, f"taut_solve_{kernel.variant()}")
+        pointer = ctypes.cast(function, ctypes.c_void_p)
+        kernel._functions["taut_solve"] = function, pointer
 
     def shares(self, call, repeats: int) -> dict[str, float]:
         """Of the time of `call`: each part of the kernel, what else it does, and all around it."""

@@ -1,9 +1,10 @@
 """The compiled fast path of Newton's method: CPU, one dense A for all samples.
 
 The C files in csrc/ are compiled when the package is installed, if there is a C compiler. They
-take the plain steps of Newton's method, eight samples at a time, and decide only that a sample is
-solved; all other samples, and all where the kernel is missing, are for the torch code.
-`TAUT_KERNEL=0` in the environment turns it off.
+take the plain steps of Newton's method, as many samples at a time as the processor's vectors hold,
+and decide only that a sample is solved; all other samples, and all where the kernel is missing, are
+for the torch code. It is compiled three times: v2 for any processor, v3 for AVX2, v4 for AVX-512;
+`TAUT_KERNEL=v2`, `v3` or `v4` in the environment forces one, `TAUT_KERNEL=0` turns it off.
 """
 
 import ctypes
@@ -27,6 +28,7 @@ _LIMIT = 30  # iterations; what takes longer is not easy
 _GRAIN = 2**13  # products of two numbers that are worth a thread
 
 
+_VARIANTS = ("v2", "v3", "v4")
 _SIZES = "outputs given rows kept disjoint constraints positive"
 
 
@@ -67,13 +69,35 @@ class _Backward(Structure):
     ]
 
 
-def _load() -> ctypes.CDLL | None:
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The library and the variant to call; None where it is off, missing or cannot be read."""
+    wanted = os.environ.get("TAUT_KERNEL", "")
+    if wanted not in ("", "0", *_VARIANTS):
+        raise ImportError(f"TAUT_KERNEL must be 0, v2, v3 or v4, or not set; got {wanted!r}.")
+    library = None if wanted == "0" else _open()
+    if library is None:
+        if wanted in _VARIANTS:
+            raise ImportError(
+                f"TAUT_KERNEL={wanted}, but the kernel was not compiled when taut was installed. "
+                "Install it again where there is a C compiler, or unset TAUT_KERNEL."
+            )
+        return None, ""
+    newest = f"v{library.taut_newest()}"
+    if wanted > newest:
+        raise ImportError(
+            f"TAUT_KERNEL={wanted}, but this processor can run variants up to {newest} only. "
+            "Unset TAUT_KERNEL, or choose one of those."
+        )
+    return library, wanted or newest
+
+
+def _open() -> ctypes.CDLL | None:
     found = find_spec("taut._kernel")
-    if found is None or found.origin is None or os.environ.get("TAUT_KERNEL") == "0":
+    if found is None or found.origin is None:
         return None
     try:
         library = ctypes.CDLL(found.origin)
-        library.taut_layout.restype = c_int64
+        library.taut_layout.restype = library.taut_newest.restype = c_int64
     except (OSError, AttributeError):  # built for another machine, or from other sources
         return None
     sizes = (ctypes.sizeof(structure) for structure in (_Plan, _Solve, _Backward, _Loss))
@@ -91,7 +115,8 @@ def _pool() -> Callable[..., None] | None:
     return pool
 
 
-_library, _parallel = _load(), _pool()
+_library, _variant = _load()
+_parallel = _pool()
 
 
 def _alone() -> None:
@@ -103,7 +128,7 @@ if hasattr(os, "register_at_fork"):  # OpenMP's threads do not survive a fork
     os.register_at_fork(after_in_child=_alone)
 _functions = {}
 for _name in () if _library is None else ("taut_solve", "taut_backward", "taut_loss"):
-    _function = getattr(_library, _name)
+    _function = getattr(_library, f"{_name}_{_variant}")
     _function.argtypes, _function.restype = [c_void_p], None
     _functions[_name] = _function, ctypes.cast(_function, c_void_p)
 
@@ -115,6 +140,15 @@ def available() -> bool:
     True
     """
     return _library is not None
+
+
+def variant() -> str | None:
+    """The variant in use: v2 for any processor, v3 with AVX2, v4 with AVX-512; None without kernel.
+
+    >>> variant() in (None, "v2", "v3", "v4")
+    True
+    """
+    return _variant or None
 
 
 def readable(*tensors: Tensor | None) -> bool:

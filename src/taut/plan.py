@@ -14,17 +14,17 @@ from taut.linear import DenseMap
 from taut.pairs import Pairs
 from taut.rows import Rows
 
-TILE = 4  # as in csrc/plan.h
+TILE = 4  # as in csrc/calls.h
 # By function, not by row: a row that comes out of a file is another object.
 _KINDS = {exp.sigma: 0, sigmoid.sigma: 1, tanh.sigma: 2, linear.sigma: 3}
-# Beyond these, eight samples at a time no longer fit a cache, and the gain is gone.
+# Beyond these, the samples worked on no longer fit a cache, and the gain is gone.
 _MAX_ROWS, _MAX_OUTPUTS = 512, 2**17
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What csrc/plan.h describes: sizes, and arrays by name."""
+    """What csrc/calls.h describes: sizes, and arrays by name."""
 
     outputs: int  # K, filled up
     given: int

@@ -1,29 +1,21 @@
-/* The entry points: the variant compiled for the best this processor can do. */
+/* What is not compiled for each kind of processor: which kind this is, and the layout of calls. */
 #include "calls.h"
-
-#define VARIANTS(name, type) void name##_v2(type *), name##_v3(type *), name##_v4(type *)
-VARIANTS(taut_solve, Solve);
-VARIANTS(taut_backward, Backward);
-VARIANTS(taut_loss, Loss);
 
 #ifdef TAUT_PROFILE
 uint64_t taut_ticks[16];
 #endif
 
+/* The last variant that this processor can run: 2 for any, 3 with AVX2, 4 with AVX-512. */
+int64_t taut_newest(void) {
 #if defined(__x86_64__) && defined(__GNUC__)
-#define CHOOSE(name, call)                                                                \
-    (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&           \
-             __builtin_cpu_supports("avx512vl")                                           \
-         ? name##_v4(call)                                                                \
-     : __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? name##_v3(call) \
-                                                                       : name##_v2(call))
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 2;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512dq")) return 3;
+    return __builtin_cpu_supports("avx512vl") ? 4 : 3;
 #else
-#define CHOOSE(name, call) name##_v2(call)
+    return 2;
 #endif
-
-void taut_solve(Solve *call) { CHOOSE(taut_solve, call); }
-void taut_backward(Backward *call) { CHOOSE(taut_backward, call); }
-void taut_loss(Loss *call) { CHOOSE(taut_loss, call); }
+}
 
 /* So that kernel.py can tell whether it speaks of the same structures. */
 int64_t taut_layout(void) {

@@ -1,19 +1,21 @@
-/* Eight samples side by side: a `lanes` holds one number of each. */
+/* Samples side by side: a `lanes` holds one number of each of LANES samples. LANES is set by the
+ * variant, and is as many as fit a vector of the processor it is for: compilers take wider ones
+ * apart, number by number. */
 #ifndef TAUT_LANES_H
 #define TAUT_LANES_H
 
 #include <math.h>
 #include <stdint.h>
 
-#define LANES 8
 #define INLINE static inline __attribute__((always_inline))
 
 #define PART static __attribute__((noinline))
 
 typedef double lanes __attribute__((vector_size(8 * LANES)));
 typedef int64_t mask __attribute__((vector_size(8 * LANES))); /* −1 is true */
+typedef uint64_t bits __attribute__((vector_size(8 * LANES)));
 
-INLINE lanes all(double x) { return (lanes){x, x, x, x, x, x, x, x}; }
+INLINE lanes all(double x) { return x - (lanes){0}; } /* not x + 0, which loses the sign of −0 */
 INLINE lanes choose(mask m, lanes yes, lanes no) {
     return (lanes)((m & (mask)yes) | (~m & (mask)no));
 }
@@ -29,23 +31,41 @@ INLINE int any(mask m) {
 #define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, (mask){__VA_ARGS__})
 #endif
 
-/* Row i, lane j becomes row j, lane i. */
+/* Row i, lane j becomes row j, lane i: blocks of 1, then of 2, then of 4 change places. */
 INLINE void transpose(lanes *x) {
+#if LANES == 8
+#define ONES_LOW 0, 8, 2, 10, 4, 12, 6, 14
+#define ONES_HIGH 1, 9, 3, 11, 5, 13, 7, 15
+#define TWOS_LOW 0, 1, 8, 9, 4, 5, 12, 13
+#define TWOS_HIGH 2, 3, 10, 11, 6, 7, 14, 15
+#elif LANES == 4
+#define ONES_LOW 0, 4, 2, 6
+#define ONES_HIGH 1, 5, 3, 7
+#define TWOS_LOW 0, 1, 4, 5
+#define TWOS_HIGH 2, 3, 6, 7
+#else
+#define ONES_LOW 0, 2
+#define ONES_HIGH 1, 3
+#endif
     for (int i = 0; i < LANES; i += 2) {
         lanes a = x[i], b = x[i + 1];
-        x[i] = SHUFFLE(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
-        x[i + 1] = SHUFFLE(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+        x[i] = SHUFFLE(a, b, ONES_LOW);
+        x[i + 1] = SHUFFLE(a, b, ONES_HIGH);
     }
+#if LANES > 2
     for (int i = 0; i < LANES; i += i % 4 ? 3 : 1) {
         lanes a = x[i], b = x[i + 2];
-        x[i] = SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
-        x[i + 2] = SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+        x[i] = SHUFFLE(a, b, TWOS_LOW);
+        x[i + 2] = SHUFFLE(a, b, TWOS_HIGH);
     }
+#endif
+#if LANES > 4
     for (int i = 0; i < LANES / 2; i++) {
         lanes a = x[i], b = x[i + 4];
         x[i] = SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
         x[i + 4] = SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
     }
+#endif
 }
 
 /* NaN stays. */
@@ -61,7 +81,8 @@ INLINE lanes reduced(lanes x, lanes *half, lanes *rest) {
     lanes t = x * 0x1.71547652b82fep+0 + shift;
     lanes n = t - shift;
     lanes r = (x - n * 0x1.62e42feep-1) - n * 0x1.a39ef35793c76p-33;
-    mask k = (mask)t - (mask)shift, first = k >> 1;
+    /* k/2 rounded down, k ≥ −1077; AVX2 shifts numbers without a sign only. */
+    mask k = (mask)t - (mask)shift, first = (mask)((bits)(k + 2048) >> 1) - 1024;
     *half = (lanes)((first + 1023) << 52);
     *rest = (lanes)((k - first + 1023) << 52);
     lanes p = all(1.0 / 6227020800.0);
@@ -95,10 +116,11 @@ INLINE lanes exponential_less_one(lanes x, lanes *whole) {
 INLINE lanes logarithm(lanes x) {
     mask tiny = x < 0x1p-1022, ordinary = (x > 0.0) & (x < INFINITY);
     lanes scaled = choose(tiny, x * 0x1p54, x);
-    mask bits = (mask)choose(ordinary, scaled, all(1.0)) + (0x3ff0000000000000 - 0x3fe6a09e667f3bcd);
-    mask exponent = (bits >> 52) - 1023;
-    lanes f = (lanes)((bits & 0xfffffffffffff) + 0x3fe6a09e667f3bcd) - 1.0;
-    lanes n = __builtin_convertvector(exponent, lanes) - choose(tiny, all(54.0), all(0.0));
+    bits word = (bits)choose(ordinary, scaled, all(1.0)) + (0x3ff0000000000000 - 0x3fe6a09e667f3bcd);
+    lanes f = (lanes)((word & 0xfffffffffffff) + 0x3fe6a09e667f3bcd) - 1.0;
+    /* The exponent, in the low bits of a large number, as AVX2 cannot convert 64-bit integers */
+    lanes n = (lanes)((word >> 52) + 0x4330000000000000) - (0x1p52 + 1023.0);
+    n -= choose(tiny, all(54.0), all(0.0));
     lanes s = f / (2.0 + f), t = s * s, half = 0.5 * f * f;
     lanes r = all(0x1.2f112df3e5244p-3);
     r = r * t + 0x1.39a09d078c69fp-3;

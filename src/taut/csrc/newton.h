@@ -1,4 +1,4 @@
-/* Newton's method for a batch with one A, eight samples at a time: each in a lane of its own, so
+/* Newton's method for a batch with one A, LANES samples at a time: each in a lane of its own, so
  * that what becomes of it depends on no other. Only easy samples are decided here, and only as
  * solved; every other is left to the caller. The rules are those of step.py and newton.py. */
 #ifndef TAUT_NEWTON_H

@@ -1,4 +1,4 @@
-/* Where eight samples are: all there is to know at their multipliers. */
+/* Where the samples of a block are: all there is to know at their multipliers. */
 #ifndef TAUT_STATE_H
 #define TAUT_STATE_H
 

@@ -1,2 +1,3 @@
+#define LANES 2
 #define VARIANT(name) name##_v2
 #include "entries.h"
