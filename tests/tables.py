@@ -3,6 +3,7 @@
 A row put in the registry appears in `ROWS` at once, alone, weighted, tempered and mixed.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,7 +13,13 @@ from torch import Tensor
 import taut
 from taut.activations import ACTIVATIONS, bounded, mixed, srlu, tempered, weighted
 
+SEED = int(os.environ.get("TAUT_TEST_SEED", "0"))  # set by pytest --seed
 K = 5  # rows with one parameter per coordinate have this many
+
+
+def generator(stream: int) -> torch.Generator:
+    """A source of random numbers of its own, which `--seed` changes like all others."""
+    return torch.Generator().manual_seed(1000 * SEED + stream)
 
 
 def _t(*values: float) -> Tensor:
@@ -81,6 +88,21 @@ def relative_residual(A: Tensor, b: Tensor, z: Tensor) -> float:
     A, b, z = A.detach().double(), b.detach().double(), z.detach().double()
     ratio = (apply(A, z) - b).abs() / scale(A, b, z)
     return ratio.max().item() if ratio.numel() else 0.0
+
+
+def spread(solution: taut.Solution, v: Tensor, A: Tensor, b: Tensor, row: taut.Activation):
+    """How far z and λ of two CONVERGED solutions of one float64 problem can be apart, each entry.
+
+    Both have |A z − b| within 32 eps of what is rounded in it. To first order a change r of the
+    residual moves λ by H⁻¹r and z by diag(w) Aᵀ H⁻¹r, with H = A diag(w) Aᵀ.
+    """
+    z, u = solution.z.detach(), solution.u.detach()
+    w, eps = row.slope(u), torch.finfo(torch.float64).eps
+    rounded = z.abs() + w * (u.abs() + v.abs())
+    r = 64 * eps * (b.abs() + apply(A.abs(), rounded))
+    inverse = torch.linalg.pinv(A * w.unsqueeze(-2) @ A.mT, hermitian=True)
+    gain = w.unsqueeze(-1) * (A.mT @ inverse)
+    return apply(gain.abs(), r) + 4 * eps * rounded, apply(inverse.abs(), r) + eps
 
 
 @dataclass(frozen=True)
@@ -159,10 +181,10 @@ class Known:
 
 def known() -> list[Known]:
     """Built anew for each call, from its own seed."""
-    generator = torch.Generator().manual_seed(7)
+    source = generator(7)
 
     def randn(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=source, dtype=torch.float64)
 
     v, A = randn(4, K), randn(2, K)
     b = randn(4, 2)

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
 
-from tables import ROWS, SHORT, K
+from tables import ROWS, SHORT, K, generator
 from taut import activations
 from taut.activations import ACTIVATIONS, bounded, srlu
 
@@ -235,8 +235,7 @@ def test_psi_at_the_ends_is_zero_times_log_zero():
 @both_dtypes
 def test_bounded_can_be_asked_for_its_own_ends(dtype):
     """lower + width rounds, so (upper − lower)/width may not be 1; no NaN may come of it."""
-    generator = torch.Generator().manual_seed(1)
-    numbers = (torch.rand(500, 2, generator=generator) * 600 - 300).round() / 100
+    numbers = (torch.rand(500, 2, generator=generator(1)) * 600 - 300).round() / 100
     for lower, upper in numbers.sort(-1).values.tolist():
         if lower == upper:
             continue

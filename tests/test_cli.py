@@ -135,6 +135,7 @@ def test_it_says_what_to_install(monkeypatch, missing):
     assert missing in str(stop.value) and "pip install 'taut[cli]'" in str(stop.value)
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_and_the_next_call_goes_on(tmp_path):
     out = tmp_path / "out"
     command = ["xor", "--runs", "2", "--threads", "2", "--out", str(out), "--epochs", "30"]

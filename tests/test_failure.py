@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import taut
-from tables import ROWS, K, apply, target
+from tables import ROWS, SEED, K, apply, target
 from taut import SolveError, Status, is_certificate, project
 from taut.certificate import support
 
@@ -125,10 +125,10 @@ def test_positive_outputs_sum_to_nothing_in_the_limit():
     assert_close(solution.z, torch.tensor([0.5, 0.5, 0.0, 0.0]), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_verdicts_agree_with_linear_programming(seed):
+@pytest.mark.parametrize("draw", range(3))
+def test_verdicts_agree_with_linear_programming(draw):
     scipy = pytest.importorskip("scipy.optimize")
-    torch.manual_seed(seed)
+    torch.manual_seed(1000 * SEED + draw)
     v, A = torch.randn(30, K), torch.randn(30, 3, K)
     b = 1.2 * torch.randn(30, 3)
     solution = project(v, A, b, activation="sigmoid", on_failure="return")

@@ -87,13 +87,14 @@ def test_a_sample_is_the_same_in_every_batch(shape, dtype):
     z, multipliers = torch.randn(50, columns, dtype=dtype), torch.randn(50, rows, dtype=dtype)
     shared = DenseMap(torch.randn(rows, columns, dtype=dtype))
     own = BatchedMap(torch.randn(50, rows, columns, dtype=dtype))
-    eps = torch.finfo(dtype).eps
+    # Two orders of one sum differ by a unit of rounding for each of its terms.
+    most = (max(shape) + 2) * torch.finfo(dtype).eps
     for A in (shared, own):
         for size in (1, 2, 7, 9, 33):
             part = A.rows(torch.arange(size))
             error = (part.apply(z[:size]) - A.apply(z)[:size]).abs()
-            assert bool((error <= 4 * eps * A.abs().apply(z.abs())[:size]).all())
+            assert bool((error <= most * A.abs().apply(z.abs())[:size]).all())
             error = (part.adjoint(multipliers[:size]) - A.adjoint(multipliers)[:size]).abs()
-            assert bool((error <= 4 * eps * A.abs().adjoint(multipliers.abs())[:size]).all())
+            assert bool((error <= most * A.abs().adjoint(multipliers.abs())[:size]).all())
             error = (part.gram(z[:size]) - A.gram(z)[:size]).abs()
-            assert bool((error <= 4 * eps * A.abs().gram(z.abs())[:size]).all())
+            assert bool((error <= most * A.abs().gram(z.abs())[:size]).all())

@@ -151,7 +151,6 @@ def test_inference_first_then_training():
 
 
 def test_projection_in_a_network_trains():
-    torch.manual_seed(1)
     layer, _, b = layer_of()
     net = torch.nn.Linear(3, K)
     x, y = torch.randn(6, 3), target(SHORT["sigmoid"], 6)

@@ -26,7 +26,11 @@ def check(solution, v, A, b, row, tolerance):
     added = apply(A.mT, solution.multipliers)
     terms = v.abs() + apply(A.abs().mT, solution.multipliers.abs())
     assert bool(((v + added - solution.u).abs() <= 8 * eps * terms).all())
-    assert_close(solution.z, row.sigma(solution.u), rtol=4 * eps, atol=4 * eps)
+    # σ(u) as lower + width·s(u) rounds in units of the width, also where the result is near 0.
+    lower, upper = row.range.bounds(v)
+    width = (upper - lower).where((upper - lower).isfinite(), 1.0)
+    error = (solution.z - row.sigma(solution.u)).abs()
+    assert bool((error <= 4 * eps * (solution.z.abs() + width)).all())
     assert bool(row.range.contains(solution.z).all())
     measured = (apply(A, solution.z) - b).abs()
     if A.shape[-2]:
@@ -169,9 +173,8 @@ def test_outputs_share_no_memory_with_inputs(name):
 
 def test_large_batches_and_many_rows():
     row = ROWS["sigmoid"]
-    generator = torch.Generator().manual_seed(3)
-    A = torch.randn(30, 60, generator=generator)
-    v, y = 5 * torch.randn(40, 60, generator=generator), torch.rand(40, 60, generator=generator)
+    A = torch.randn(30, 60)
+    v, y = 5 * torch.randn(40, 60), torch.rand(40, 60)
     solution = taut.project(v, A, y @ A.mT, activation=row)
     assert relative_residual(A, y @ A.mT, solution.z) < 1e-12
 

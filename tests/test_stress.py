@@ -5,17 +5,17 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import taut
+from tables import SHORT, K as OUTPUTS, apply, spread, target
 from taut import Status
 
 f64 = torch.float64
 
 
-def _hard(activation, size, K, I, rows, seed=0):
+def _hard(activation, size, K, I, rows):
     """Logits up to ±size, and b from a target in the interior."""
-    generator = torch.Generator().manual_seed(seed)
-    A = torch.randn(I, K, dtype=f64, generator=generator)
-    v = size * (2 * torch.rand(rows, K, dtype=f64, generator=generator) - 1)
-    u = torch.randn(rows, K, dtype=f64, generator=generator)
+    A = torch.randn(I, K, dtype=f64)
+    v = size * (2 * torch.rand(rows, K, dtype=f64) - 1)
+    u = torch.randn(rows, K, dtype=f64)
     return v, A, taut.activations.ACTIVATIONS[activation].sigma(u) @ A.mT
 
 
@@ -25,9 +25,19 @@ HARD = [("sigmoid", 60), ("tanh", 60), ("exp", 60), ("linear", 1e6), ("srlu", 10
 @pytest.mark.parametrize(("activation", "size"), HARD)
 @pytest.mark.parametrize(("K", "I"), [(100, 50), (60, 50), (20, 6)])
 def test_large_logits_converge(activation, size, K, I):
-    v, A, b = _hard(activation, size, K, I, rows=340)
+    _converges(activation, size, K, I, rows=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("activation", "size"), HARD)
+@pytest.mark.parametrize(("K", "I"), [(100, 50), (60, 50), (20, 6)])
+def test_large_logits_converge_in_more_samples(activation, size, K, I):
+    _converges(activation, size, K, I, rows=340)
+
+
+def _converges(activation, size, K, I, rows):
+    v, A, b = _hard(activation, size, K, I, rows)
     solution = taut.project(v, A, b, activation=activation, on_failure="return")
-    # 99.9 % of the 1020 rows of the three sizes is all of them but one.
     assert int((~solution.converged).sum()) == 0
     assert int(solution.iterations.max()) <= 200
     scale = b.abs() + solution.z.abs() @ A.abs().mT
@@ -51,11 +61,10 @@ def test_targets_at_the_ends_have_finite_gradients(activation):
     assert gradient.isfinite().all()
 
 
-def _problem(K=5, I=2, rows=3, size=1.0, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    v = size * torch.randn(rows, K, dtype=f64, generator=generator)
-    A = torch.randn(I, K, dtype=f64, generator=generator)
-    return v, A, generator
+def _problem(K=5, I=2, rows=3, size=1.0):
+    v = size * torch.randn(rows, K, dtype=f64)
+    A = torch.randn(I, K, dtype=f64)
+    return v, A
 
 
 def _checks(function, inputs):
@@ -65,15 +74,15 @@ def _checks(function, inputs):
 
 
 def test_gradients_of_saturated_samples():
-    v, A, generator = _problem(size=12.0)
-    y = torch.sigmoid(torch.randn(3, 5, dtype=f64, generator=generator))
+    v, A = _problem(size=12.0)
+    y = torch.sigmoid(torch.randn(3, 5, dtype=f64))
     _checks(lambda v, b: taut.project(v, A, b, activation="sigmoid").z, (v, y @ A.mT))
 
 
 @pytest.mark.parametrize("gap", [1e-2, 1e-3])
 def test_gradients_near_the_edge_of_feasibility(gap):
     # Σz = 5 − gap with five sigmoids: every z is close to 1.
-    v, _, _ = _problem()
+    v, _ = _problem()
     A, b = torch.ones(1, 5, dtype=f64), torch.full((3, 1), 5 - gap, dtype=f64)
     inputs = (v.clone().requires_grad_(), b.requires_grad_())
     # A step in b must stay well inside the gap.
@@ -87,9 +96,9 @@ def test_gradients_near_the_edge_of_feasibility(gap):
 
 
 def test_gradients_of_z_with_redundant_rows():
-    v, A, generator = _problem()
+    v, A = _problem()
     whole = torch.cat([A, A.sum(0, keepdim=True)])
-    y = torch.sigmoid(torch.randn(3, 5, dtype=f64, generator=generator))
+    y = torch.sigmoid(torch.randn(3, 5, dtype=f64))
     free = y @ A.mT
 
     def z(v, b):
@@ -103,9 +112,9 @@ def test_gradients_of_z_with_redundant_rows():
 
 
 def test_multipliers_of_redundant_rows_are_the_smallest():
-    v, A, generator = _problem()
+    v, A = _problem()
     whole = torch.cat([A, A[:1]])
-    y = torch.sigmoid(torch.randn(3, 5, dtype=f64, generator=generator))
+    y = torch.sigmoid(torch.randn(3, 5, dtype=f64))
     found = taut.project(v, whole, y @ whole.mT, activation="sigmoid").multipliers
     alone = taut.project(v, A, y @ A.mT, activation="sigmoid").multipliers
     torch.testing.assert_close(found[:, 0], found[:, 2])
@@ -113,8 +122,8 @@ def test_multipliers_of_redundant_rows_are_the_smallest():
 
 
 def test_gradients_do_not_depend_on_the_start():
-    v, A, generator = _problem()
-    y = torch.sigmoid(torch.randn(3, 5, dtype=f64, generator=generator))
+    v, A = _problem()
+    y = torch.sigmoid(torch.randn(3, 5, dtype=f64))
     b = y @ A.mT
     start = taut.project(v, A, b, activation="sigmoid").multipliers.detach()
 
@@ -141,16 +150,34 @@ def test_threads_batch_and_place_do_not_matter(activation, K, I):
         other = taut.project(v, A, b, activation=activation)
     finally:
         torch.set_num_threads(threads)
-    order = torch.randperm(70, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(70)
     moved = taut.project(v[order], A, b[order], activation=activation)
     part = taut.project(v[:9], A, b[:9], activation=activation)
-    for name in ("z", "multipliers"):
+    row = taut.activations.resolve(activation)
+    for name, most in zip(("z", "multipliers"), spread(whole, v, A, b, row), strict=True):
         x = getattr(whole, name)
-        size = 1e-13 * (1 + x.abs().max())
-        assert (getattr(other, name) - x).abs().max() <= size
-        assert (getattr(moved, name) - x[order]).abs().max() <= size
-        assert (getattr(part, name) - x[:9]).abs().max() <= size
+        assert ((getattr(other, name) - x).abs() <= most).all()
+        assert ((getattr(moved, name) - x[order]).abs() <= most[order]).all()
+        assert ((getattr(part, name) - x[:9]).abs() <= most[:9]).all()
     assert (whole.status == Status.CONVERGED).all()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["shared A", "A per sample"])
+@pytest.mark.parametrize("row", SHORT.values(), ids=SHORT)
+def test_a_neighbour_that_fails_changes_nothing(row, own, monkeypatch):
+    """Of the torch code: to rounding, since a BLAS may sum another batch in another order."""
+    monkeypatch.setattr(taut.kernel, "_library", None)
+    v, A = 2 * torch.randn(30, OUTPUTS), torch.randn(*(30, 2) if own else (2,), OUTPUTS)
+    b = apply(A, target(row, 30))
+    whole = taut.project(v, A, b, activation=row)
+    most, _ = spread(whole, v, A, b, row)
+    v, b = v.clone(), b.clone()
+    v[7], b[9], b[20] = torch.nan, torch.inf, 1e9
+    disturbed = taut.project(v, A, b, activation=row, on_failure="return")
+    others = [i for i in range(30) if i not in (7, 9, 20)]
+    assert ((disturbed.z - whole.z).abs() <= most)[others].all()
+    assert disturbed.converged[others].all()
+    assert disturbed.status[7] == disturbed.status[9] == Status.NONFINITE
 
 
 def test_a_line_with_a_neighbour_that_is_done(monkeypatch):
@@ -162,4 +189,5 @@ def test_a_line_with_a_neighbour_that_is_done(monkeypatch):
     together = taut.project(v, A, b, activation=row)
     assert together.iterations.tolist() == [0, 1, 1, 1, 1]
     alone = taut.project(v[1:], A, b[1:], activation=row)
-    assert torch.equal(together.z[1:], alone.z)
+    most, _ = spread(alone, v[1:], A, b[1:], row)
+    assert ((together.z[1:] - alone.z).abs() <= most).all()

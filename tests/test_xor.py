@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import taut
+from tables import SEED
 from taut.experiments.xor.draws import draw_patterns, generator
 from taut.experiments.xor.figures import draw_all
 from taut.experiments.xor.folder import Chunk, OtherSettings, open_folder
@@ -24,13 +25,19 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def teacher() -> Teacher:
-    return train_teacher("corners")
+    return train_teacher("corners", seed=SEED)
 
 
 @pytest.fixture(scope="module")
 def settings() -> Settings:
     return Settings(
-        runs=3, epochs=3, patterns=60, batch_size=20, inputs="corners", test_patterns=30
+        runs=3,
+        epochs=3,
+        patterns=60,
+        batch_size=20,
+        inputs="corners",
+        test_patterns=30,
+        seed=SEED,
     )
 
 
@@ -49,7 +56,7 @@ def finished(settings, tmp_path_factory):
 
 def test_teacher_knows_xor_on_patterns_it_has_not_seen(teacher):
     assert teacher.accuracy >= 0.99
-    x, label = draw_patterns(5000, "corners", generator(99, "test"))
+    x, label = draw_patterns(5000, "corners", generator(99 + SEED, "test"))
     right = (teacher.network(x).squeeze(-1) > 0) == (label > 0)
     assert right.double().mean() >= 0.99
 
@@ -92,7 +99,7 @@ def test_a_teacher_that_never_learns_is_an_error(monkeypatch):
 
 @pytest.mark.parametrize("inputs", INPUTS)
 def test_labels_are_xor(inputs):
-    x, label = draw_patterns(1000, inputs, generator(0, "inputs"))
+    x, label = draw_patterns(1000, inputs, generator(SEED, "inputs"))
     assert x.shape == (1000, 2)
     assert 0.4 < label.mean() < 0.6
     middle = 0.5 if inputs == "corners" else 0.0
@@ -101,6 +108,16 @@ def test_labels_are_xor(inputs):
 
 
 # The loop
+
+
+def rounding(settings: Settings) -> dict[str, float]:
+    """How far two trainings that sum in another order are apart after so few steps.
+
+    Each step of the optimiser adds some units of rounding, and passes on what there was.
+    """
+    steps = settings.epochs * -(-settings.patterns // settings.batch_size)
+    digits = 100 * steps * torch.finfo(getattr(torch, settings.dtype)).eps
+    return {"rtol": digits, "atol": digits}
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS.values(), FREE], ids=lambda v: v.name)
@@ -132,8 +149,7 @@ def test_a_run_among_others_is_the_run_alone(teacher, settings, variant, dtype):
     together = train(settings, teacher, variant, seeds)
     alone = train(settings, teacher, variant, [seeds[1]])
     for name in set(together) - {"seconds"}:
-        # Equal bits in the training; the averages that are recorded may be summed in another order.
-        torch.testing.assert_close(together[name][1:2], alone[name], rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(together[name][1:2], alone[name], **rounding(settings))
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda v: v.name)
@@ -175,13 +191,13 @@ def test_compare_measures_the_same_run_twice(teacher, settings):
 
 
 def test_memory_with_a_shuffled_dataloader(teacher, settings):
-    data = fresh_patterns(settings, teacher, [0], "inputs", CPU)
+    data = fresh_patterns(settings, teacher, [SEED], "inputs", CPU)
     x, y, b = data.x[0], data.y[0], data.b[0]
     loader = DataLoader(
         TensorDataset(torch.arange(len(x)), x, y, b),
         batch_size=16,
         shuffle=True,
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator().manual_seed(SEED),
     )
     net = torch.nn.Linear(2, 10, dtype=torch.float32)
     layer = taut.Projection(teacher.A, activation="sigmoid")
@@ -206,18 +222,22 @@ def test_memory_with_a_shuffled_dataloader(teacher, settings):
 
 
 def test_joint_multipliers_reach_the_residual_of_the_papers_solver(teacher):
-    settings = Settings(runs=1, epochs=40, patterns=100, batch_size=20, lr=0.03, inputs="corners")
-    joint = train_joint(settings, teacher, seed=1)
-    solved = train(settings, teacher, VARIANTS["scratch"], [1])["residual"][0]
+    settings = Settings(
+        runs=1, epochs=40, patterns=100, batch_size=20, lr=0.03, inputs="corners", seed=SEED
+    )
+    joint = train_joint(settings, teacher, seed=1 + SEED)
+    solved = train(settings, teacher, VARIANTS["scratch"], [1 + SEED])["residual"][0]
     assert joint.loss[-1] < 0.1 * joint.loss[0]
     assert joint.residual[-1] < 0.1 * joint.residual[0]
     assert joint.residual[-1] < 1.5 * solved[-1]
 
 
 def test_predicted_multipliers_save_iterations_and_beat_none(teacher):
-    settings = Settings(runs=1, epochs=40, patterns=100, batch_size=20, lr=0.03, inputs="corners")
-    predicted = train_predicted(settings, teacher, seed=0)
-    free = train(settings, teacher, FREE, [0])
+    settings = Settings(
+        runs=1, epochs=40, patterns=100, batch_size=20, lr=0.03, inputs="corners", seed=SEED
+    )
+    predicted = train_predicted(settings, teacher, seed=SEED)
+    free = train(settings, teacher, FREE, [SEED])
     assert predicted.error < 2 * free["test_error"].item()
     assert predicted.solved_residual < 1e-4 < predicted.residual
     assert predicted.solved_error < predicted.error
@@ -297,7 +317,7 @@ def test_a_folder_goes_on_where_it_stopped(settings, tmp_path):
     execute(whole, plan(whole, [VARIANTS["scratch"]], 1), 1, "cpu", lambda n: None)
     for name in ("loss", "iterations", "test_error"):
         np.testing.assert_allclose(
-            again.load("scratch")[name], whole.load("scratch")[name], rtol=1e-12
+            again.load("scratch")[name], whole.load("scratch")[name], **rounding(settings)
         )
 
 

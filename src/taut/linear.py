@@ -11,13 +11,9 @@ from typing import final
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from taut.pairs import Pairs
 
-# A BLAS may sum a matrix of very few rows, or of one column, in another order than a larger one.
-# Padding to this many keeps a sample's bits the same whatever the batch around it.
-_MIN_ROWS, _MIN_COLUMNS = 16, 2
 _TABLE_LIMIT = 2**22  # entries of the table of row products; beyond it, blocks of samples
 _BLOCK_LIMIT = 2**24
 # From this size on, an A of which so small a part of all pairs is not zero is not treated as full.
@@ -72,19 +68,12 @@ class LinearMap(ABC):
 
 
 def _multiply(x: Tensor, matrix: Tensor, onto: Tensor | None = None, beta: float = 1.0) -> Tensor:
-    """x @ matrix + beta·onto over the last dimension, each row summed alike whatever the batch."""
-    n, columns = x.shape[:-1].numel(), matrix.shape[-1]
-    if x.ndim == 2 and n >= _MIN_ROWS and columns >= _MIN_COLUMNS:
-        return x @ matrix if onto is None else torch.addmm(onto, x, matrix, beta=beta)
-    rows, more = max(0, _MIN_ROWS - n), max(0, _MIN_COLUMNS - columns)
-    flat = pad(x.reshape(n, x.shape[-1]), (0, 0, 0, rows))
-    matrix = pad(matrix, (0, more))
+    """x @ matrix + beta·onto over the last dimension."""
     if onto is None:
-        product = flat @ matrix
-    else:
-        onto = pad(onto.expand(*x.shape[:-1], columns).reshape(n, columns), (0, more, 0, rows))
-        product = torch.addmm(onto, flat, matrix, beta=beta)
-    return product[:n, :columns].reshape(*x.shape[:-1], columns)
+        return x @ matrix
+    if x.ndim == 2:
+        return torch.addmm(onto, x, matrix, beta=beta)
+    return x @ matrix + beta * onto
 
 
 @final
@@ -173,9 +162,6 @@ class BatchedMap(LinearMap):
     data: Float[Tensor, "*batch I K"]
 
     def apply(self, z: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I"]:
-        if self.data.ndim == 3 and len(self.data) == 1:
-            # A BLAS may sum a single matrix in another order than one of several.
-            return BatchedMap(self.data.expand(2, -1, -1).clone()).apply(z.expand(2, -1))[:1]
         return (self.data @ z.unsqueeze(-1)).squeeze(-1)
 
     def adjoint(self, multipliers: Float[Tensor, "*batch I"]) -> Float[Tensor, "*batch K"]:

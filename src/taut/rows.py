@@ -69,6 +69,10 @@ class Rows:
         """T r: the residual of Q z = T b."""
         return residual if self.transform is None else _transform(residual, self.transform)
 
+    def restricted_size(self, size: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        """|T| s: how large the entries of T r can be where |r| ≤ s."""
+        return size if self.transform is None else _transform(size, self.transform.abs())
+
     def project(self, x: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """x without what redundant rows make irrelevant: its part in the range of A."""
         return x if self.projector is None else _transform(x, self.projector)
