@@ -90,6 +90,20 @@ def relative_residual(A: Tensor, b: Tensor, z: Tensor) -> float:
     return ratio.max().item() if ratio.numel() else 0.0
 
 
+def output_rounding(row: taut.Activation, z: Tensor) -> Tensor:
+    """What a few roundings change in z = σ(u), which may be computed as lower + width·s(u)."""
+    lower, upper = row.range.bounds(z)
+    width = (upper - lower).where((upper - lower).isfinite(), 1.0)
+    return 4 * torch.finfo(z.dtype).eps * (z.abs() + width)
+
+
+def condition(solution: taut.Solution, A: Tensor, row: taut.Activation) -> float:
+    """The largest condition number of A diag(σ'(u)) Aᵀ, scaled to a unit diagonal."""
+    gram = A * row.slope(solution.u.detach()).unsqueeze(-2) @ A.mT
+    scale = gram.diagonal(dim1=-2, dim2=-1).rsqrt()
+    return torch.linalg.cond(gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)).max().item()
+
+
 def spread(solution: taut.Solution, v: Tensor, A: Tensor, b: Tensor, row: taut.Activation):
     """How far z and λ of two CONVERGED solutions of one float64 problem can be apart, each entry.
 
