@@ -4,6 +4,10 @@
 
 #include "products.h"
 
+/* A tile is summed so many columns at a time: AVX2 has 16 registers, too few for 16 sums. (So has
+ * SSE2, where two columns at a time are no faster; NEON has 32.) */
+#define COLUMNS (LANES == 4 ? TILE / 2 : TILE)
+
 PART void form_gram(const Plan *p, const lanes *w, lanes *gram) {
     const int64_t n = p->kept, K = p->outputs;
     if (p->row_start) {
@@ -17,26 +21,29 @@ PART void form_gram(const Plan *p, const lanes *w, lanes *gram) {
     }
     for (int64_t i = 0; i < n; i += TILE)
         for (int64_t j = 0; j <= i; j += TILE) {
-            lanes sum[TILE][TILE];
-#pragma GCC unroll 4
-            for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-                for (int t = 0; t < TILE; t++) sum[s][t] = all(0.0);
             const double *left = p->a + i * K, *right = p->a + j * K;
-            for (int64_t k = 0; k < K; k++) {
-                lanes weighted[TILE];
-#pragma GCC unroll 4
-                for (int t = 0; t < TILE; t++) weighted[t] = right[t * K + k] * w[k];
+            for (int c = 0; c < TILE; c += COLUMNS) {
+                lanes sum[TILE][COLUMNS];
 #pragma GCC unroll 4
                 for (int s = 0; s < TILE; s++)
 #pragma GCC unroll 4
-                    for (int t = 0; t < TILE; t++) sum[s][t] += left[s * K + k] * weighted[t];
+                    for (int t = 0; t < COLUMNS; t++) sum[s][t] = all(0.0);
+                for (int64_t k = 0; k < K; k++) {
+                    lanes weighted[COLUMNS];
+#pragma GCC unroll 4
+                    for (int t = 0; t < COLUMNS; t++) weighted[t] = right[(c + t) * K + k] * w[k];
+#pragma GCC unroll 4
+                    for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                        for (int t = 0; t < COLUMNS; t++)
+                            sum[s][t] += left[s * K + k] * weighted[t];
+                }
+#pragma GCC unroll 4
+                for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                    for (int t = 0; t < COLUMNS; t++)
+                        if (j + c + t <= i + s) gram[triangle(i + s) + j + c + t] = sum[s][t];
             }
-#pragma GCC unroll 4
-            for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-                for (int t = 0; t < TILE; t++)
-                    if (j + t <= i + s) gram[triangle(i + s) + j + t] = sum[s][t];
         }
 }
 
@@ -60,26 +67,35 @@ PART void factorise(const Plan *p, lanes *gram, lanes *diagonal, mask *which) {
         for (int64_t j = 0; j < d; j++) gram[triangle(i) + j] *= diagonal[j];
     for (int64_t j = d; j < n; j += TILE)
         for (int64_t i = j; i < n; i += TILE) {
-            lanes sum[TILE][TILE], *row[TILE], *column[TILE];
+            lanes sums[TILE][TILE], *row[TILE], *column[TILE];
 #pragma GCC unroll 4
             for (int s = 0; s < TILE; s++) {
                 row[s] = gram + triangle(i + s);
                 column[s] = gram + triangle(j + s);
-#pragma GCC unroll 4
-                for (int t = 0; t < TILE; t++) sum[s][t] = all(0.0);
             }
-            for (int64_t k = 0; k < j; k++) {
+#pragma GCC unroll 2
+            for (int c = 0; c < TILE; c += COLUMNS) {
+                lanes sum[TILE][COLUMNS];
 #pragma GCC unroll 4
                 for (int s = 0; s < TILE; s++)
 #pragma GCC unroll 4
-                    for (int t = 0; t < TILE; t++) sum[s][t] += row[s][k] * column[t][k];
+                    for (int t = 0; t < COLUMNS; t++) sum[s][t] = all(0.0);
+                for (int64_t k = 0; k < j; k++)
+#pragma GCC unroll 4
+                    for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                        for (int t = 0; t < COLUMNS; t++) sum[s][t] += row[s][k] * column[c + t][k];
+#pragma GCC unroll 4
+                for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                    for (int t = 0; t < COLUMNS; t++) sums[s][c + t] = sum[s][t];
             }
 #pragma GCC unroll 4
             for (int s = 0; s < TILE; s++)
 #pragma GCC unroll 4
                 for (int t = 0; t < TILE; t++) {
                     if (j + t > i + s) continue;
-                    lanes x = row[s][j + t] - sum[s][t];
+                    lanes x = row[s][j + t] - sums[s][t];
 #pragma GCC unroll 4
                     for (int k = 0; k < t; k++) x -= row[s][j + k] * column[t][j + k];
                     if (i + s > j + t) {
