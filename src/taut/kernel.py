@@ -27,8 +27,10 @@ from taut.rows import Rows
 _LIMIT = 30  # iterations; what takes longer is not easy
 _GRAIN = 2**13  # products of two numbers that are worth a thread
 
-
-_VARIANTS = ("v2", "v3", "v4")
+# The variants, and up to how many rows each is faster than torch: see benchmarks/variants.py. The
+# rule is on A alone, as a sample's bits must not depend on how many others there are.
+_MAX_ROWS = {"v2": 256, "v3": 512, "v4": 512}
+_VARIANTS = tuple(_MAX_ROWS)
 _SIZES = "outputs given rows kept disjoint constraints positive"
 
 
@@ -202,7 +204,7 @@ class Kernel:
         if _library is None or rows.kernels is None or torch.compiler.is_compiling():
             return None
         if activation not in rows.kernels:
-            plan = make_plan(rows, activation)
+            plan = make_plan(rows, activation, _MAX_ROWS[_variant])
             rows.kernels[activation] = None if plan is None else Kernel(plan)
         return rows.kernels[activation]
 

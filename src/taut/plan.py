@@ -18,7 +18,9 @@ TILE = 4  # as in csrc/calls.h
 # By function, not by row: a row that comes out of a file is another object.
 _KINDS = {exp.sigma: 0, sigmoid.sigma: 1, tanh.sigma: 2, linear.sigma: 3}
 # Beyond these, the samples worked on no longer fit a cache, and the gain is gone.
-_MAX_ROWS, _MAX_OUTPUTS = 512, 2**17
+_MAX_OUTPUTS = 2**17
+# Finding so many products of two non-zeros takes half a second and 200 MB.
+_MAX_PRODUCTS = 2**21
 
 
 @final
@@ -36,11 +38,11 @@ class Plan:
     arrays: dict[str, Tensor]
 
 
-def make_plan(rows: Rows, activation: Activation) -> Plan | None:
+def make_plan(rows: Rows, activation: Activation, max_rows: int) -> Plan | None:
     """The plan of `rows` and `activation`; None where the kernel cannot help.
 
     >>> from taut.rows import analyse
-    >>> plan = make_plan(analyse(torch.ones(1, 3, dtype=torch.float64), 1e-16), sigmoid)
+    >>> plan = make_plan(analyse(torch.ones(1, 3, dtype=torch.float64), 1e-16), sigmoid, 8)
     >>> plan.given, plan.outputs, plan.kept
     (3, 4, 4)
     """
@@ -51,7 +53,7 @@ def make_plan(rows: Rows, activation: Activation) -> Plan | None:
         return None
     constraints, given = A.shape
     functions = _functions(activation, given)
-    if functions is None or constraints > _MAX_ROWS or given > _MAX_OUTPUTS:
+    if functions is None or constraints > max_rows or given > _MAX_OUTPUTS:
         return None
     kept = (
         torch.ones(constraints, dtype=torch.bool, device="cpu")
@@ -110,7 +112,8 @@ def _functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
 
 
 def _mostly_zeros(A: Float[Tensor, "I K"]) -> bool:
-    return 4 * int((A != 0).sum(0).square().sum()) < A.shape[0] ** 2 * A.shape[1]
+    products = int((A != 0).sum(0).square().sum())
+    return 4 * products < A.shape[0] ** 2 * A.shape[1] and products <= _MAX_PRODUCTS
 
 
 def _disjoint(A: Float[Tensor, "I K"], kept: Bool[Tensor, "I"]) -> Bool[Tensor, "I"]:
