@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint types tests plain slow format demo xor fuzz bench docs clean
+.PHONY: help venv test lint types tests plain slow format demo xor fuzz bench variants docs clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,6 +73,9 @@ fuzz: $(READY) ## random hard problems (N=10000 rows)
 
 bench: $(READY) ## side by side with peers (ARGS="--budget 0.8")
 	@$(BIN)/python benchmarks/run.py $(ARGS)
+
+variants: $(READY) ## each variant of the kernel beside torch (about 3 minutes)
+	@$(BIN)/python benchmarks/variants.py $(ARGS)
 
 docs: $(DOCS_READY) ## build the site into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
