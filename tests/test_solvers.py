@@ -208,9 +208,11 @@ def test_gradient_descent_is_section_4(name, solver):
     init = 0.1 * torch.randn(20, 2)
     solution = taut.project(v, A, b, activation=row, solver=solver, init=init, on_failure="return")
     multipliers, iterations = by_hand(row, v, A, b, init, solver)
-    assert_close(solution.multipliers, multipliers, rtol=1e-9, atol=1e-10)
+    # Without a threshold the last steps are judged by rounding of the loss, quadratic in λ.
+    digits = 1e-9 if solver.threshold else 10 * torch.finfo(torch.float64).eps ** 0.5
+    assert_close(solution.multipliers, multipliers, rtol=digits, atol=0.1 * digits)
     assert solution.iterations.tolist() == [iterations] * 20
-    assert_close(solution.z, row.sigma(v + multipliers @ A), rtol=1e-9, atol=1e-10)
+    assert_close(solution.z, row.sigma(v + multipliers @ A), rtol=digits, atol=0.1 * digits)
     assert_close(solution.residual, (solution.z @ A.mT - b).abs().amax(-1))
 
 
