@@ -1,85 +1,88 @@
 # `make` lists the targets. Everything runs in .venv, which is made on first use.
 PYTHON ?= python3
+# A torch other than that of constraints.txt, in a new .venv: `make clean; make tests TORCH=2.4.0`.
+TORCH ?=
 # pytest processes; 0 is none besides the main one.
 WORKERS ?= 2
 N ?= 10000
 ARGS ?=
 
-BIN := .venv/bin
-# Installs again only when the requirements or the C code change.
-READY := .venv/.installed
-DOCS_READY := .venv/.installed-docs
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
+# One stamp for each set of extras in .venv. A larger set contains the smaller ones and stands for
+# them once it is there, so that an edit of the C code is compiled once.
+DOCS_READY := .venv/.installed-dev,docs
+READY := $(firstword $(wildcard $(DOCS_READY)) .venv/.installed-dev)
+BENCH_READY := $(firstword $(wildcard $(READY)) .venv/.installed-bench)
+RUN_READY := $(firstword $(wildcard $(BENCH_READY)) .venv/.installed-cli)
 # One thread per pytest process, so that workers do not compete for cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test lint types tests plain slow format demo xor fuzz bench variants docs clean
 
-help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+help: ## 1 s | list the targets
+	@echo "The times are of two cores, without the installation that a first call begins with."
+	@awk -F ':.*## | [|] ' '/^[a-z]+:.*## / {printf "  make %-9s %-9s %s\n", $$1, $$2, $$3}' $(MAKEFILE_LIST)
 
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/taut/csrc/*)
-	@echo "== install: .venv"
+# Installs again only when the requirements or the C code change.
+$(sort $(RUN_READY) $(BENCH_READY) $(READY) $(DOCS_READY)): .venv/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard src/taut/csrc/*)
+	@echo "== install .[$*] into .venv: $(if $(wildcard $@),half a minute,one to three minutes and what torch takes to download)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) --editable '.[dev]'
+	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/',cat) constraints.txt > .venv/constraints.txt
+	@$(BIN)/python -m pip install $(if $(wildcard $@),--quiet) --disable-pip-version-check \
+		--constraint .venv/constraints.txt --editable '.[$*]'
 	@touch $@
 
-$(DOCS_READY): $(READY)
-	@echo "== install: docs"
-	@$(PIP) --editable '.[dev,docs]'
-	@touch $@
+venv: $(READY) ## 2 min | create or refresh .venv for development
 
-venv: $(READY) ## create or refresh .venv
-
-test: $(READY) ## everything CI runs: lint, types, tests
+test: $(READY) ## 4 min | everything CI runs: lint, types, tests
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory tests
 	@$(MAKE) --no-print-directory plain
 
-lint: $(READY) ## ruff: rules and formatting
+lint: $(READY) ## 1 s | ruff: rules and formatting
 	@echo "== ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 
-types: $(READY) ## pyright on src
+types: $(READY) ## 10 s | pyright on src
 	@echo "== pyright"
 	@$(BIN)/pyright
 
-tests: $(READY) ## pytest: tests, docstrings and README (ARGS="-k name")
+tests: $(READY) ## 3 min | pytest: tests, docstrings and README (ARGS="-k name")
 	@echo "== pytest"
 	@$(PYTEST) $(ARGS)
 
-plain: $(READY) ## the tests of the solver without the compiled kernel
+plain: $(READY) ## 1 min | the tests of the solver without the compiled kernel
 	@echo "== pytest without the kernel"
 	@TAUT_KERNEL=0 $(PYTEST) tests/test_solvers.py tests/test_gradients.py tests/test_stress.py tests/test_oracle.py
 
-slow: $(READY) ## the tests that take minutes
+slow: $(READY) ## 30 min | the tests that take minutes
 	@$(PYTEST) -m slow $(ARGS)
 
-format: $(READY) ## let ruff fix and format
+format: $(READY) ## 1 s | let ruff fix and format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-demo: $(READY) ## the library in a minute
+demo: $(RUN_READY) ## 10 s | a constrained network against an unconstrained one
 	@$(BIN)/python examples/demo.py
 
-xor: $(READY) ## the paper's XOR experiment (ARGS="...")
+xor: $(RUN_READY) ## 1 min | the paper's XOR experiment (ARGS="...")
 	@$(BIN)/taut xor $(ARGS)
 
-fuzz: $(READY) ## random hard problems (N=10000 rows)
+fuzz: $(BENCH_READY) ## 30 s | random hard problems (N=10000 rows)
 	@$(BIN)/python benchmarks/fuzz.py --rows $(N)
 
-bench: $(READY) ## side by side with peers (ARGS="--budget 0.8")
+bench: $(BENCH_READY) ## 1 hour | side by side with peers (ARGS="--budget 0.8")
 	@$(BIN)/python benchmarks/run.py $(ARGS)
 
-variants: $(READY) ## each variant of the kernel beside torch (about 3 minutes)
+variants: $(BENCH_READY) ## 3 min | each variant of the kernel beside torch
 	@$(BIN)/python benchmarks/variants.py $(ARGS)
 
-docs: $(DOCS_READY) ## build the site into site/
+docs: $(DOCS_READY) ## 10 s | build the site into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-clean: ## remove .venv, caches and built files
-	rm -rf .venv site dist build src/*.egg-info src/taut/_kernel*.so .pytest_cache .ruff_cache .hypothesis
+clean: ## 1 s | remove environments, caches and built files; results stay
+	rm -rf .venv benchmarks/.envs site dist build src/*.egg-info src/taut/_kernel*.so .pytest_cache .ruff_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
