@@ -41,10 +41,11 @@ test: $(READY) ## 4 min | everything CI runs: lint, types, tests
 	@$(MAKE) --no-print-directory tests
 	@$(MAKE) --no-print-directory plain
 
-lint: $(READY) ## 1 s | ruff: rules and formatting
+lint: $(READY) ## 1 s | ruff: rules and formatting; the workflows against GitHub's schema
 	@echo "== ruff"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
 types: $(READY) ## 10 s | pyright on src
 	@echo "== pyright"

@@ -136,6 +136,7 @@ def test_it_says_what_to_install(monkeypatch, missing):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups, as a terminal has")
 def test_ctrl_c_stops_and_the_next_call_goes_on(tmp_path):
     out = tmp_path / "out"
     command = ["xor", "--runs", "2", "--threads", "2", "--out", str(out), "--epochs", "30"]
