@@ -81,8 +81,9 @@ INLINE lanes reduced(lanes x, lanes *half, lanes *rest) {
     lanes t = x * 0x1.71547652b82fep+0 + shift;
     lanes n = t - shift;
     lanes r = (x - n * 0x1.62e42feep-1) - n * 0x1.a39ef35793c76p-33;
-    /* k/2 rounded down, k ≥ −1077; AVX2 shifts numbers without a sign only. */
-    mask k = (mask)t - (mask)shift, first = (mask)((bits)(k + 2048) >> 1) - 1024;
+    /* k/2 rounded down, k ≥ −1077. Without signs: AVX2 shifts no others, and of NaN's bits the
+     * differences may be any number. */
+    bits k = (bits)t - (bits)shift, first = ((k + 2048) >> 1) - 1024;
     *half = (lanes)((first + 1023) << 52);
     *rest = (lanes)((k - first + 1023) << 52);
     lanes p = all(1.0 / 6227020800.0);

@@ -32,6 +32,16 @@ extern uint64_t taut_ticks[PARTS];
 
 #define FAR 1e-3
 
+/* Where a sanitizer checks addresses, the parts of the room lie apart, and it guards the gaps. */
+#ifdef __SANITIZE_ADDRESS__
+#include <sanitizer/asan_interface.h>
+#define GAP 4
+#define GUARD(gap) ASAN_POISON_MEMORY_REGION(gap, GAP * sizeof(lanes))
+#else
+#define GAP 0
+#define GUARD(gap)
+#endif
+
 typedef struct {
     lanes *v, *u, *z, *w;                                /* outputs */
     lanes *b, *size, *residual, *multipliers, *step, *trial; /* rows */
@@ -49,11 +59,15 @@ static void *make_room(const Plan *p, Work *x) {
     int64_t sizes[] = {outputs, outputs, outputs, outputs, rows, rows,
                        rows,    rows,    rows,    rows, longest, gram, p->kept};
     int64_t total = 0;
-    for (int i = 0; i < 13; i++) total += sizes[i];
+    for (int i = 0; i < 13; i++) total += sizes[i] + GAP;
     char *memory = malloc((total + 1) * sizeof(lanes));
     if (!memory) return NULL;
     lanes *at = (lanes *)(((uintptr_t)memory + sizeof(lanes) - 1) / sizeof(lanes) * sizeof(lanes));
-    for (int i = 0; i < 13; i++, at += sizes[i - 1]) *parts[i] = at;
+    for (int i = 0; i < 13; i++, at += GAP) {
+        *parts[i] = at;
+        at += sizes[i];
+        GUARD(at);
+    }
     return memory;
 }
 
