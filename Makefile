@@ -18,7 +18,8 @@ RUN_READY := $(firstword $(wildcard $(BENCH_READY)) .venv/.installed-cli)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint types tests plain slow format demo xor fuzz bench variants docs clean
+.PHONY: help venv test lint types tests other portable slow compilers cross sanitize format demo xor \
+	fuzz bench variants docs clean
 
 help: ## 1 s | list the targets
 	@echo "The times are of two cores, without the installation that a first call begins with."
@@ -35,11 +36,10 @@ $(sort $(RUN_READY) $(BENCH_READY) $(READY) $(DOCS_READY)): .venv/.installed-%: 
 
 venv: $(READY) ## 2 min | create or refresh .venv for development
 
-test: $(READY) ## 4 min | everything CI runs: lint, types, tests
+test: $(READY) ## 2 min | lint, types, tests
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory types
 	@$(MAKE) --no-print-directory tests
-	@$(MAKE) --no-print-directory plain
 
 lint: $(READY) ## 1 s | ruff: rules and formatting; the workflows against GitHub's schema
 	@echo "== ruff"
@@ -51,16 +51,27 @@ types: $(READY) ## 10 s | pyright on src
 	@echo "== pyright"
 	@$(BIN)/pyright
 
-tests: $(READY) ## 3 min | pytest: tests, docstrings and README (ARGS="-k name")
+tests: $(READY) ## 2 min | pytest: tests, docstrings and README (ARGS="-k name")
 	@echo "== pytest"
 	@$(PYTEST) $(ARGS)
 
-plain: $(READY) ## 1 min | the tests of the solver without the compiled kernel
-	@echo "== pytest without the kernel"
-	@TAUT_KERNEL=0 $(PYTEST) tests/test_solvers.py tests/test_gradients.py tests/test_stress.py tests/test_oracle.py
+other: $(READY) ## 2 min | the tests as another processor would run them, without the kernel
+	@$(BIN)/python tests/machines.py --only "another one" -- -n $(WORKERS)
+
+portable: $(READY) ## 25 min | the tests as eleven other machines would run them
+	@$(BIN)/python tests/machines.py -- -n $(WORKERS)
 
 slow: $(READY) ## 30 min | the tests that take minutes
 	@$(PYTEST) -m slow $(ARGS)
+
+compilers: $(READY) ## 2 min | the kernel by gcc and by clang: stored problems and its tests
+	@$(BIN)/python tests/portable/run.py compilers
+
+cross: $(READY) ## 30 s | the kernel for aarch64, emulated: stored problems
+	@$(BIN)/python tests/portable/run.py cross
+
+sanitize: $(READY) ## 4 min | the kernel watched: addresses, arithmetic, races, memory never written
+	@$(BIN)/python tests/portable/run.py sanitize
 
 format: $(READY) ## 1 s | let ruff fix and format
 	@$(BIN)/ruff check --fix .

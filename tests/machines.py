@@ -15,6 +15,7 @@ from taut import kernel
 VARIANTS = ("v2", "v3", "v4")
 MACHINES: dict[str, dict[str, str]] = {
     "this one": {},
+    "another one": {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "avx2", "TAUT_KERNEL": "0"},
     **{f"MKL_CBWR={x}": {"MKL_CBWR": x} for x in ("COMPATIBLE", "AVX2", "AVX512")},
     **{f"ATEN_CPU_CAPABILITY={x}": {"ATEN_CPU_CAPABILITY": x} for x in ("default", "avx2")},
     **{f"TAUT_KERNEL={x}": {"TAUT_KERNEL": x} for x in (*VARIANTS, "0")},

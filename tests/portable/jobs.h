@@ -1,0 +1,133 @@
+/* One call of the kernel, made of a section, and what it is to be compared with. */
+#ifndef TAUT_JOBS_H
+#define TAUT_JOBS_H
+
+#include <pthread.h>
+
+#include "arrays.h"
+#include "calls.h"
+
+#define DECLARE(variant)                      \
+    void taut_solve_##variant(Solve *);       \
+    void taut_backward_##variant(Backward *); \
+    void taut_loss_##variant(Loss *);
+#define VARIANT(variant) \
+    { #variant, taut_solve_##variant, taut_backward_##variant, taut_loss_##variant }
+int64_t taut_newest(void);
+DECLARE(v2)
+
+typedef struct {
+    const char *name;
+    void (*solve)(Solve *);
+    void (*backward)(Backward *);
+    void (*loss)(Loss *);
+} Variant;
+
+#ifdef __x86_64__
+DECLARE(v3)
+DECLARE(v4)
+static const Variant VARIANTS[] = {VARIANT(v2), VARIANT(v3), VARIANT(v4)};
+#else
+static const Variant VARIANTS[] = {VARIANT(v2)};
+#endif
+
+typedef struct {
+    const char *name;
+    int64_t width; /* numbers of each sample */
+    int64_t bytes; /* of all samples */
+    void *data;
+} Found;
+
+typedef struct {
+    const Variant *variant;
+    char kind; /* the first letter of solve, backward and loss */
+    union {
+        Solve solve;
+        Backward backward;
+        Loss loss;
+    } call;
+    int64_t samples, unsolved, single;
+    int8_t *solved; /* NULL for the loss, which is always found */
+    int count;
+    Found found[6];
+} Job;
+
+static Plan make_plan(const Section *s) {
+#define INTEGER(name) .name = integer(s, #name)
+#define ARRAY(name) .name = data(s, #name)
+    return (Plan){
+        INTEGER(outputs), INTEGER(given), INTEGER(rows), INTEGER(kept), INTEGER(disjoint),
+        INTEGER(constraints), INTEGER(positive), ARRAY(order), ARRAY(a), ARRAY(absolute),
+        ARRAY(sizes), ARRAY(row_start), ARRAY(row_output), ARRAY(row_value), ARRAY(output_start),
+        ARRAY(output_row), ARRAY(output_value), ARRAY(entry_start), ARRAY(entry_output),
+        ARRAY(entry_value), ARRAY(flat), ARRAY(inverse), ARRAY(kind), ARRAY(plain), ARRAY(shift),
+        ARRAY(scale), ARRAY(temperature), ARRAY(lower), ARRAY(upper),
+    };
+}
+
+static void *wants(Job *job, const char *name, int64_t width, int64_t size) {
+    Found *found = &job->found[job->count++];
+    *found = (Found){name, width, job->samples * width * size, NULL};
+    found->data = room(found->bytes);
+    memset(found->data, 0x5a, found->bytes); /* nothing that could pass for an answer */
+    return found->data;
+}
+
+static Job make_job(const Section *s, const Plan *plan, const Variant *variant) {
+    Job job = {.variant = variant, .kind = *(char *)s->arrays[0].data};
+    int64_t n = job.samples = integer(s, "samples"), single = job.single = integer(s, "single");
+    int64_t size = single ? 4 : 8, K = plan->given, I = plan->constraints;
+    if (job.kind == 's')
+        job.call.solve = (Solve){
+            .plan = plan, .v = data(s, "v"), .b = data(s, "b"), .start = data(s, "start"),
+            .multipliers = wants(&job, "multipliers", I, size), .u = wants(&job, "u", K, size),
+            .z = wants(&job, "z", K, size), .residual = wants(&job, "residual", 1, size),
+            .iterations = wants(&job, "iterations", 1, 8), .solved = wants(&job, "solved", 1, 1),
+            .samples = n, .single = single, .b_stride = integer(s, "b_stride"),
+            .limit = integer(s, "limit"), .unsolved = n, .target = real(s, "target"),
+            .share = real(s, "share"), .huge = real(s, "huge"),
+        };
+    else if (job.kind == 'b')
+        job.call.backward = (Backward){
+            .plan = plan, .u = data(s, "u"), .g_multipliers = data(s, "g_multipliers"),
+            .g_u = data(s, "g_u"), .g_z = data(s, "g_z"), .status = data(s, "status"),
+            .dv = wants(&job, "dv", K, size), .db = wants(&job, "db", I, size),
+            .solved = wants(&job, "solved", 1, 1), .samples = n, .single = single, .unsolved = n,
+        };
+    else
+        job.call.loss = (Loss){
+            .plan = plan, .v = data(s, "v"), .b = data(s, "b"), .y = data(s, "y"),
+            .u = data(s, "u"), .multipliers = data(s, "multipliers"),
+            .loss = wants(&job, "loss", 1, size), .samples = n, .single = single,
+            .b_stride = integer(s, "b_stride"), .unsolved = n,
+        };
+    for (int i = 0; i < job.count; i++)
+        if (!strcmp(job.found[i].name, "solved")) job.solved = job.found[i].data;
+    return job;
+}
+
+static void *work(void *given) {
+    Job *job = given;
+    if (job->kind == 's') job->variant->solve(&job->call.solve);
+    if (job->kind == 'b') job->variant->backward(&job->call.backward);
+    if (job->kind == 'l') job->variant->loss(&job->call.loss);
+    return NULL;
+}
+
+/* The threads share the call, as those of kernel.py do: each takes the next samples. */
+static void run(Job *job, int threads) {
+    pthread_t others[64];
+    for (int t = 1; t < threads; t++)
+        if (pthread_create(&others[t], NULL, work, job)) stop("no threads", "");
+    work(job);
+    for (int t = 1; t < threads; t++) pthread_join(others[t], NULL);
+    job->unsolved = job->kind == 's'   ? job->call.solve.unsolved
+                    : job->kind == 'b' ? job->call.backward.unsolved
+                                       : job->call.loss.unsolved;
+}
+
+static void free_job(Job *job) {
+    for (int i = 0; i < job->count; i++) free(job->found[i].data);
+}
+
+#endif

@@ -1,0 +1,233 @@
+"""Stores problems, and what the kernel answers to them here, for harness.c to repeat elsewhere.
+
+    python tests/portable/record.py FILE [SEED]
+
+Of taut it takes the arrays of a plan by their names in csrc/calls.h, and the three calls of the
+kernel with their results.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import rounding
+import torch
+from torch import Tensor
+
+import taut
+from taut.activations import bounded, exp, mixed, tempered, weighted
+from taut.implicit import examine
+from taut.kernel import Kernel
+from taut.linear import DenseMap
+
+SAMPLES = 37  # no multiple of any number of lanes
+SIZES = ("outputs", "given", "rows", "kept", "disjoint", "constraints", "positive")
+
+
+def _cycle(K: int, *values: float) -> Tensor:
+    return torch.tensor(values).repeat(K)[:K]
+
+
+#: By the number of outputs.
+ACTIVATIONS = {
+    "exp": lambda K: exp,
+    "sigmoid": lambda K: taut.activations.sigmoid,
+    "tanh": lambda K: taut.activations.tanh,
+    "linear": lambda K: taut.activations.linear,
+    "bounded": lambda K: bounded(_cycle(K, -1.0, 0.0, 2.0, -5.0), _cycle(K, 1.0, 3.0, 2.5, 5.0)),
+    "tempered weighted tanh": lambda K: tempered(
+        weighted("tanh", _cycle(K, 0.5, 1.0, 2.0)), _cycle(K, 0.5, 1.0, 2.0, 1.5)
+    ),
+    "weighted linear": lambda K: weighted("linear", _cycle(K, 0.5, 1.0, 2.0)),
+    "mixed": lambda K: mixed((K * ["exp", "sigmoid", "tanh", "linear", bounded(-2.0, 1.0)])[:K]),
+}
+
+
+def _margins(rows: int, columns: int) -> Tensor:
+    """Sums of the rows and of the columns of a table: mostly zeros, and one row too many."""
+    one = torch.kron(torch.eye(rows), torch.ones(columns))
+    return torch.cat([one, torch.kron(torch.ones(rows), torch.eye(columns))])
+
+
+def _hierarchy() -> Tensor:
+    """total = Σ regions, region = Σ towns, with 5 regions of 3 towns."""
+    towns = torch.kron(torch.eye(5), torch.ones(3))
+    total = torch.cat([-torch.ones(1), torch.ones(5), torch.zeros(15)])[None]
+    return torch.cat([total, torch.cat([torch.zeros(5, 1), -torch.eye(5), towns], dim=1)])
+
+
+def _redundant() -> Tensor:
+    """Small integers, so that rows which depend on others do so in float32 too."""
+    A = torch.randint(-4, 5, (3, 7)).double()
+    return torch.stack([A[0], A[1], A[0] + A[1], torch.zeros(7), A[2], 2 * A[0]])
+
+
+MATRICES = {
+    "one": lambda: torch.ones(1, 1),
+    "sum": lambda: torch.ones(1, 3),
+    "small": lambda: torch.randn(3, 5),
+    "tile": lambda: torch.randn(4, 8),
+    "positive": lambda: torch.rand(5, 16),
+    "dense": lambda: torch.randn(9, 30),
+    "redundant": _redundant,
+    "margins": lambda: _margins(8, 6),
+    "hierarchy": _hierarchy,
+}
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How far logits, right answers and starts are spread; b is feasible where not spoilt."""
+
+    logits: float
+    answers: float
+    start: float | None = None
+    shift: float = 0.0
+    limit: int = 30
+    spoilt: bool = False
+
+
+REGIMES = {
+    "plain": Regime(2.0, 1.0),
+    "warm": Regime(2.0, 1.0, start=0.1),
+    "hard start": Regime(2.0, 1.0, start=5.0),
+    "saturated": Regime(8.0, 3.0),
+    "far too high": Regime(2.0, 1.0, shift=30.0),
+    "few iterations": Regime(2.0, 1.0, limit=3),
+    "spoilt": Regime(2.0, 1.0, spoilt=True),
+}
+
+
+class Writer:
+    """Arrays by name, each filled up to a multiple of 8 bytes: see arrays.h."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        file.write(b"taut 1\n\0")
+
+    def bytes(self, name: str, data: bytes) -> None:
+        self._file.write(name.encode().ljust(32, b"\0"))
+        self._file.write(len(data).to_bytes(8, sys.byteorder, signed=True))
+        self._file.write(data + bytes(-len(data) % 8))
+
+    def section(self, kind: str, title: str) -> None:
+        self.bytes(kind, title.encode() + b"\0")
+
+    def arrays(self, **arrays: Tensor | float | None) -> None:
+        """Tensors, and numbers as int64 or float64; None is left out."""
+        for name, x in arrays.items():
+            if x is not None:
+                x = x if isinstance(x, Tensor) else torch.tensor(x)
+                x = x.double() if x.ndim == 0 and x.is_floating_point() else x
+                self.bytes(name, x.detach().contiguous().numpy().tobytes())
+
+
+class Recorder:
+    """One A with one σ in one dtype: the calls, their answers, and how far others may be off."""
+
+    def __init__(self, writer: Writer, A: Tensor, activation: taut.Activation, dtype: torch.dtype):
+        self.write, self.A, self.activation, self.dtype = writer, A, activation, dtype
+        self.kernel = Kernel.of(examine(DenseMap(A), taut.Newton()), activation)
+        plan = self.kernel._plan
+        order, kept = plan.arrays["order"][: plan.kept], torch.zeros(len(A), dtype=torch.bool)
+        kept[order[order >= 0]] = True
+        kept &= (A != 0).any(-1)
+        numbers = {name: plan.arrays[name][: plan.given] for name in ("shift", "scale")}
+        size = numbers["scale"] * plan.arrays["temperature"][: plan.given]
+        eps = torch.finfo(dtype).eps
+        self.scene = rounding.Scene(A, kept, activation, numbers["shift"], size, eps)
+        self.write.arrays(**{name: int(getattr(plan, name)) for name in SIZES}, **plan.arrays)
+
+    def numbers(self, **more: Tensor | float | None) -> dict[str, Tensor | float | None]:
+        return {"samples": SAMPLES, "single": int(self.dtype == torch.float32), **more}
+
+    def within(self, bounds: dict[str, Tensor]) -> None:
+        self.write.arrays(**{f"within_{name}": bound for name, bound in bounds.items()})
+
+    def regime(self, regime: Regime) -> None:
+        """Solve, then backward and loss at the answers."""
+        shape = SAMPLES, self.A.shape[1]
+        v = (regime.logits * torch.randn(shape) + regime.shift).to(self.dtype)
+        y = self.activation.sigma(regime.answers * torch.randn(shape)).to(self.dtype)
+        b = (y.double() @ self.A.mT).to(self.dtype)
+        if regime.spoilt:
+            v[3], b[5], b[11], b[20] = torch.nan, torch.inf, 1e9, -1e3
+        start = None
+        if regime.start is not None:
+            start = (regime.start * torch.randn(b.shape)).to(self.dtype)
+        found = self.solve(v, b, start, regime.limit)
+        self.backward(found, torch.zeros(SAMPLES, dtype=torch.long))
+        self.loss(v, b, y, found)
+
+    def solve(self, v: Tensor, b: Tensor, start: Tensor | None, limit: int):
+        eps = torch.finfo(self.dtype).eps
+        target = taut.Newton().target(torch.float64, eps)
+        share = 1.0 if target < 1e-12 else 0.01  # as kernel.py has it
+        found = self.kernel.solve(v, b, start, target, limit)
+        solved = torch.ones(SAMPLES, dtype=torch.bool) if found.solved is None else found.solved
+        self.write.section("call", "solve")
+        huge = torch.finfo(self.dtype).max
+        given = self.numbers(v=v, b=b, start=start, b_stride=b.shape[1], limit=limit)
+        self.write.arrays(**given, target=target, share=share, huge=huge)
+        names = ("multipliers", "u", "z", "residual", "iterations")
+        self.write.arrays(**{name: getattr(found, name) for name in names}, solved=solved)
+        answer = (x[solved].double() for x in (v, b, found.multipliers, found.u, found.z))
+        bounds = rounding.of_solve(self.scene, *answer, target=target, share=share)
+        self.within({name: _spread(x, solved) for name, x in bounds.items()})
+        return found._replace(solved=solved)
+
+    def backward(self, found, status: Tensor) -> None:
+        u = torch.where(found.solved[:, None], found.u, 0)
+        status[[2, 17]] = 1  # not solved: their gradients are 0
+        for given in ("z", "multipliers u z"):
+            grads = [
+                torch.randn_like(getattr(found, name)) if name in given.split() else None
+                for name in ("multipliers", "u", "z")
+            ]
+            dv, db, left = self.kernel.backward(u, grads, status)
+            solved = torch.ones(SAMPLES, dtype=torch.bool)
+            solved[[] if left is None else left] = False
+            self.write.section("call", "backward")
+            self.write.arrays(**self.numbers(u=u, status=status, dv=dv, db=db, solved=solved))
+            self.write.arrays(g_multipliers=grads[0], g_u=grads[1], g_z=grads[2])
+            wide = [None if x is None else x.double() for x in grads]
+            bounds = rounding.of_backward(self.scene, u.double(), wide, dv.double(), db.double())
+            self.within(bounds)
+
+    def loss(self, v: Tensor, b: Tensor, y: Tensor, found) -> None:
+        some = found.solved[:, None]
+        v, b = v.where(some, 0), b.where(some, 0)
+        u, multipliers = found.u.where(some, 0), found.multipliers.where(some, 0)
+        loss = self.kernel.loss(v, b, y, u, multipliers)
+        self.write.section("call", "loss")
+        given = self.numbers(v=v, b=b, y=y, u=u, multipliers=multipliers, loss=loss)
+        self.write.arrays(**given, b_stride=b.shape[1])
+        answer = (x.double() for x in (v, b, y, u, multipliers, loss))
+        self.within(rounding.of_loss(self.scene, *answer))
+
+
+def _spread(x: Tensor, solved: Tensor) -> Tensor:
+    """Back to all samples: NaN, which nothing is within, where there is no answer."""
+    out = x.new_full((len(solved), *x.shape[1:]), torch.nan)
+    out[solved] = x
+    return out
+
+
+def record(path: Path, seed: int) -> None:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(seed)
+    with path.open("wb") as file:
+        writer = Writer(file)
+        for matrix, make in MATRICES.items():
+            for name, activation in ACTIVATIONS.items():
+                for dtype in (torch.float64, torch.float32):
+                    A = make().to(dtype).double()
+                    writer.section("problem", f"{matrix}, {name}, {str(dtype)[6:]}")
+                    recorder = Recorder(writer, A, activation(A.shape[1]), dtype)
+                    for regime in REGIMES.values():
+                        recorder.regime(regime)
+
+
+if __name__ == "__main__":
+    record(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
