@@ -26,7 +26,7 @@ help: ## 1 s | list the targets
 	@awk -F ':.*## | [|] ' '/^[a-z]+:.*## / {printf "  make %-9s %-9s %s\n", $$1, $$2, $$3}' $(MAKEFILE_LIST)
 
 # Installs again only when the requirements or the C code change.
-$(sort $(RUN_READY) $(BENCH_READY) $(READY) $(DOCS_READY)): .venv/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard src/taut/csrc/*)
+$(sort $(RUN_READY) $(BENCH_READY) $(READY) $(DOCS_READY)): .venv/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard src/taut/backends/csrc/*)
 	@echo "== install .[$*] into .venv: $(if $(wildcard $@),half a minute,one to three minutes and what torch takes to download)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/',cat) constraints.txt > .venv/constraints.txt

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-FOLDER = Path("src/taut/csrc")
+FOLDER = Path("src/taut/backends/csrc")
 # Nobody reads errno or the floating-point flags; without them, roots and choices are vectors.
 FLAGS = ["-O3", "-std=gnu11", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math"]
 kernel = Extension(

@@ -25,8 +25,6 @@ from fuzzing.blocks import MOST
 from fuzzing.runner import reproducer, run_blocks
 from fuzzing.tally import Tally, report, table
 
-_RESULTS = Path(__file__).parent / "results" / "fuzz.json"
-
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -36,7 +34,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="number of the first block")
     parser.add_argument("--most", type=int, default=MOST, help="rows in a block")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="0: none more")
-    parser.add_argument("--out", type=Path, default=_RESULTS, help="where the JSON goes")
+    parser.add_argument("--out", type=Path, help="write tables and counts as JSON")
     parser.add_argument("--shown", type=int, default=5, help="failures printed in full")
     return parser.parse_args(argv)
 
@@ -102,9 +100,10 @@ def main(argv: list[str] | None = None) -> int:
         "seconds": round(seconds, 1),
         "rows_per_second": round(tally.rows / seconds, 1),
     }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(run | report(tally), indent=1, ensure_ascii=False)
-    options.out.write_text(text + "\n", encoding="utf-8")
+    if options.out is not None:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(run | report(tally), indent=1, ensure_ascii=False)
+        options.out.write_text(text + "\n", encoding="utf-8")
     return 1 if tally.checks else 0
 
 

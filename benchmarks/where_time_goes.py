@@ -20,11 +20,13 @@ import torch
 
 import taut
 from growth import best
-from taut import activations, kernel, linear
+from taut import activations
+from taut.backends import cpu
+from taut.maps import DenseMap
 
 SIZES = [(10, 4), (64, 8), (100, 50)]
 PARTS = ("activation", "products", "Hessian", "factorisation", "line search")
-SOURCES = Path(kernel.__file__).parent / "csrc"
+SOURCES = Path(cpu.__file__).parent / "csrc"
 
 
 class Clock:
@@ -37,13 +39,13 @@ class Clock:
         subprocess.run(["gcc", *flags, *files, "-o", str(path)], check=True)
         library = ctypes.CDLL(str(path))
         self.ticks = (ctypes.c_uint64 * (len(PARTS) + 1)).in_dll(library, "taut_ticks")
-        function = getattr(library, f"taut_solve_{kernel.variant()}")
+        function = getattr(library, f"taut_solve_{cpu.variant()}")
         pointer = ctypes.cast(function, ctypes.c_void_p)
-        kernel._functions["taut_solve"] = function, pointer
+        cpu._functions["solve"] = function, pointer
 
     def shares(self, call, repeats: int) -> dict[str, float]:
         """Of the time of `call`: each part of the kernel, what else it does, and all around it."""
-        original, inside = kernel.Kernel._run, 0.0
+        original, inside = cpu.Cpu._run, 0.0
 
         def run(*args):
             nonlocal inside
@@ -51,13 +53,13 @@ class Clock:
             original(*args)
             inside += time.perf_counter() - start
 
-        kernel.Kernel._run = run
+        cpu.Cpu._run = staticmethod(run)
         ctypes.memset(self.ticks, 0, ctypes.sizeof(self.ticks))
         start = time.perf_counter()
         for _ in range(repeats):
             call()
         whole = time.perf_counter() - start
-        kernel.Kernel._run = original
+        cpu.Cpu._run = staticmethod(original)
         *parts, every = (count / self.ticks[len(PARTS)] * inside / whole for count in self.ticks)
         found = dict(zip(PARTS, parts, strict=True))
         return found | {"other C": every - sum(parts), "Python": 1 - every}
@@ -65,7 +67,7 @@ class Clock:
 
 def floor(v: torch.Tensor, A: torch.Tensor, iterations: float) -> float:
     """Seconds of the unavoidable operations, at their best."""
-    row, A = activations.sigmoid, linear.DenseMap(A)
+    row, A = activations.sigmoid, DenseMap(A)
     multipliers, w = torch.zeros(len(v), A.shape[0], dtype=v.dtype), row.slope(v)
     each = (
         lambda: row.sigma(v),

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 
-from taut import kernel
+from taut.backends.cpu import variant
 
 VARIANTS = ("v2", "v3", "v4")
 MACHINES: dict[str, dict[str, str]] = {
@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--only", help="machines whose name contains this")
     parser.add_argument("tests", nargs="*", help="passed on to pytest, after --")
     options = parser.parse_args()
-    failed, newest = [], kernel.variant()
+    failed, newest = [], variant()
     for name, changes in MACHINES.items():
         if options.only and options.only not in name:
             continue

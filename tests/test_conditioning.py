@@ -53,7 +53,7 @@ def with_condition(rows, columns, condition):
     return left @ torch.diag(torch.logspace(0, -condition, rows)) @ right.T
 
 
-@pytest.mark.filterwarnings("ignore::taut.rows.ConditionWarning")
+@pytest.mark.filterwarnings("ignore::taut.ConditionWarning")
 @pytest.mark.parametrize("activation", ["sigmoid", "exp", "linear"])
 @pytest.mark.parametrize("digits", [2, 4, 6, 8])
 def test_z_is_right_as_far_as_A_tells(activation, digits):

@@ -222,19 +222,19 @@ def test_parameters_have_no_gradient_and_say_so():
 
 @pytest.mark.parametrize("rows", [[], "exp"], ids=["none", "a name"])
 def test_mixed_needs_a_row_per_coordinate(rows):
-    with pytest.raises(ValueError, match="mixed needs one activation for each coordinate"):
+    with pytest.raises(ValueError, match="mixed needs one activation for each output"):
         mixed(rows)
 
 
 @pytest.mark.parametrize("row", [bounded(LOWER, UPPER), mixed(["exp", "tanh"])], ids=["a", "b"])
 def test_mixed_takes_rows_of_one_coordinate(row):
-    with pytest.raises(ValueError, match="mixed: the activation of coordinate 1 is itself one for"):
+    with pytest.raises(ValueError, match="mixed: the activation of output 1 is itself one for"):
         mixed(["exp", row])
 
 
 def test_mixed_of_another_size():
     row = mixed(["exp", "tanh"])
-    with pytest.raises(ValueError, match=r"has 2 coordinates; got a tensor of shape \(3,\)"):
+    with pytest.raises(ValueError, match=r"has 2 outputs; got a tensor of shape \(3,\)"):
         row.sigma(torch.zeros(3))
     with pytest.raises(ValueError, match="has parameters for 2 outputs, but v has K = 3"):
         taut.project(torch.zeros(4, 3), torch.ones(1, 3), torch.ones(1), activation=row)

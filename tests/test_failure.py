@@ -158,7 +158,7 @@ def test_contradicting_rows_are_inconsistent(name, dtype):
     v = torch.randn(3, K, dtype=dtype)
     solution = project(v, A, b, activation=row, on_failure="return")
     assert solution.status.tolist() == [0, Status.INCONSISTENT, 0]
-    with pytest.raises(SolveError, match=r"1 INCONSISTENT \(sample 1\).*redundant rows"):
+    with pytest.raises(SolveError, match=r"1 INCONSISTENT \(sample 1\).*redundant equations"):
         project(v, A, b, activation=row)
 
 

@@ -288,7 +288,20 @@ def test_func_grad_of_the_matched_loss():
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
-def test_forward_mode_says_that_there_is_none():
+def test_forward_mode():
     v, A, b = (x.detach() for x in problem(SHORT["sigmoid"]))
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"forward|jvp"):
-        torch.func.jvp(lambda v: taut.project(v, A, b, activation="sigmoid").z, (v,), (v,))
+    tangents = tuple(torch.randn_like(x) for x in (v, A, b))
+
+    def f(v, A, b):
+        return taut.project(v, A, b, activation="sigmoid").z
+
+    _, forward = torch.func.jvp(f, (v, A, b), tangents)
+    _, reverse = torch.autograd.functional.jvp(f, (v, A, b), tangents)
+    assert_close(forward, reverse, rtol=1e-11, atol=1e-12)
+    with torch.autograd.forward_ad.dual_level():
+        duals = [
+            torch.autograd.forward_ad.make_dual(*pair)
+            for pair in zip((v, A, b), tangents, strict=True)
+        ]
+        plain = torch.autograd.forward_ad.unpack_dual(f(*duals)).tangent
+    assert_close(plain, reverse, rtol=1e-11, atol=1e-12)

@@ -5,8 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from tables import apply
-from taut import linear
-from taut.linear import BatchedMap, DenseMap, dense_map
+from taut.maps import BatchedMap, DenseMap, as_map, dense
 
 BATCHES = [(), (1,), (3,), (20,), (2, 3), (0,)]
 SHAPES = [(2, 5), (1, 5), (5, 5), (7, 5), (0, 5), (1, 1), (3, 1)]
@@ -56,26 +55,26 @@ def test_rows_selects_samples():
     index = torch.tensor([3, 0])
     z = torch.randn(4, 5)
     for A in maps((4,), (2, 5)):
-        assert_close(A.rows(index).apply(z[index]), A.apply(z)[index])
-        assert_close(A.rows(index).gram(z[index]), A.gram(z)[index])
+        assert_close(A.take(index).apply(z[index]), A.apply(z)[index])
+        assert_close(A.take(index).gram(z[index]), A.gram(z)[index])
 
 
-def test_dense_map_looks_at_the_dimensions():
-    assert isinstance(dense_map(torch.ones(2, 3)), DenseMap)
-    assert isinstance(dense_map(torch.ones(4, 2, 3)), BatchedMap)
+def test_as_map_looks_at_the_dimensions():
+    assert isinstance(as_map(torch.ones(2, 3)), DenseMap)
+    assert isinstance(as_map(torch.ones(4, 2, 3)), BatchedMap)
 
 
 @pytest.mark.parametrize("limits", [(0, 2**24), (0, 1)], ids=["one block", "sample by sample"])
 def test_gram_in_blocks_is_the_same(limits, monkeypatch):
     A, s = torch.randn(3, 5), torch.rand(2, 7, 5)
     whole = DenseMap(A).gram(s)
-    monkeypatch.setattr(linear, "_TABLE_LIMIT", limits[0])
-    monkeypatch.setattr(linear, "_BLOCK_LIMIT", limits[1])
+    monkeypatch.setattr(dense, "_TABLE_LIMIT", limits[0])
+    monkeypatch.setattr(dense, "_BLOCK_LIMIT", limits[1])
     assert_close(DenseMap(A).gram(s), whole)
 
 
 def test_gram_in_blocks_of_an_empty_batch(monkeypatch):
-    monkeypatch.setattr(linear, "_TABLE_LIMIT", 0)
+    monkeypatch.setattr(dense, "_TABLE_LIMIT", 0)
     assert DenseMap(torch.randn(3, 5)).gram(torch.rand(0, 5)).shape == (0, 3, 3)
 
 
@@ -91,7 +90,7 @@ def test_a_sample_is_the_same_in_every_batch(shape, dtype):
     most = (max(shape) + 2) * torch.finfo(dtype).eps
     for A in (shared, own):
         for size in (1, 2, 7, 9, 33):
-            part = A.rows(torch.arange(size))
+            part = A.take(torch.arange(size))
             error = (part.apply(z[:size]) - A.apply(z)[:size]).abs()
             assert bool((error <= most * A.abs().apply(z.abs())[:size]).all())
             error = (part.adjoint(multipliers[:size]) - A.adjoint(multipliers)[:size]).abs()

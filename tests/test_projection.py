@@ -285,21 +285,16 @@ def test_status_of_all_that_converge_is_zero():
     assert solution.status.tolist() == [Status.CONVERGED] * 3
 
 
-def test_an_A_that_changes_is_looked_at_again(monkeypatch):
-    """What is known of A is kept with it; A.data may be written to without a trace."""
-    looks = []
-    examine = taut.projection.examine
-    monkeypatch.setattr(taut.projection, "examine", lambda *a: looks.append(1) or examine(*a))
-    v, A = torch.randn(4, 3), torch.ones(1, 3)
-    for _ in range(3):
-        assert_close(taut.project(v, A, torch.ones(1)).z.sum(-1), torch.ones(4))
-    assert len(looks) == 1
-    A.data[0, 0] = 5.0
-    assert_close(taut.project(v, A, torch.ones(1)).z @ A[0], torch.ones(4))
-    assert len(looks) == 2
-    taut.project(v.float(), A.float(), torch.ones(1).float())
-    taut.project(v, A, torch.ones(1), solver=taut.Newton(dtype=None))
-    assert len(looks) == 4
-    before = len(taut.projection._known)
-    del A
-    assert len(taut.projection._known) < before
+def test_a_prepared_A_is_A():
+    v, A, b = torch.randn(4, 3), torch.ones(1, 3), torch.ones(1)
+    prepared = taut.prepare(A, "exp")
+    z = taut.project(v, A, b, activation="exp").z
+    assert_close(taut.project(v, prepared, b).z, z, rtol=0, atol=1e-14)
+    assert_close(taut.project(v, prepared, b, activation="exp").z, z, rtol=0, atol=1e-14)
+    with pytest.raises(ValueError, match="this A was prepared for 'exp'; got activation='tanh'"):
+        taut.project(v, prepared, b, activation="tanh")
+    A[0, 0] = 5.0
+    with pytest.raises(ValueError, match="A was changed in place after it was prepared"):
+        taut.project(v, prepared, b)
+    with pytest.raises(ValueError, match=r"A requires a gradient.*taut\.Projection"):
+        taut.prepare(A.requires_grad_(), "exp")

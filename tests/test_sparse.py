@@ -9,8 +9,8 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
 
 import taut
-from taut.factor import conjugate_gradient
-from taut.sparse import sparse_map
+from taut.maps import DenseMap, sparse_map
+from taut.systems import conjugate_gradient
 
 
 def coo(rows, columns, values, shape):
@@ -119,7 +119,7 @@ def test_many_rows_without_forming_the_hessian():
 
 
 def test_conjugate_gradient_solves():
-    A = taut.linear.DenseMap(torch.randn(6, 20))
+    A = DenseMap(torch.randn(6, 20))
     w, rhs = torch.rand(4, 20) + 0.1, torch.randn(4, 6)
     expected = torch.linalg.solve(A.gram(w), rhs)
     assert_close(conjugate_gradient(A, w, rhs, lambda r: r, 1e-14, 100), expected)

@@ -166,7 +166,7 @@ def test_threads_batch_and_place_do_not_matter(activation, K, I):
 @pytest.mark.parametrize("row", SHORT.values(), ids=SHORT)
 def test_a_neighbour_that_fails_changes_nothing(row, own, monkeypatch):
     """Of the torch code: to rounding, since a BLAS may sum another batch in another order."""
-    monkeypatch.setattr(taut.kernel, "_library", None)
+    monkeypatch.setattr(taut.backends.cpu, "_library", None)
     v, A = 2 * torch.randn(30, OUTPUTS), torch.randn(*(30, 2) if own else (2,), OUTPUTS)
     b = apply(A, target(row, 30))
     whole = taut.project(v, A, b, activation=row)
@@ -182,7 +182,7 @@ def test_a_neighbour_that_fails_changes_nothing(row, own, monkeypatch):
 
 def test_a_line_with_a_neighbour_that_is_done(monkeypatch):
     """One slope for all samples, also when the first of them needs no step any more."""
-    monkeypatch.setattr(taut.kernel, "_library", None)
+    monkeypatch.setattr(taut.backends.cpu, "_library", None)
     row = taut.activations.tempered("linear", 0.1)
     v, A, b = _hard("linear", 3.0, K=8, I=3, rows=5)
     b[0] = row.sigma(v[0]) @ A.mT

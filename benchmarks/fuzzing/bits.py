@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import taut
 from fuzzing.blocks import Block
 from taut import Solution, Status
+from taut.pose import pose
 
 _LARGEST = 400_000  # entries of A (or of the batch) up to which a block is solved again
 _DIGITS = {torch.float64: 1e-13, torch.float32: 1e-5}
@@ -24,24 +26,26 @@ def check_bits(block: Block) -> list[tuple[int, str]]:
     rng = np.random.default_rng([block.seed, block.number, 2])
     weights = torch.from_numpy(rng.normal(size=block.v.shape).astype(block.dtype))
     solution, before = _differentiate(block, block.tensors(), weights)
-    failures = _gradients(before)
+    failures, complete = _gradients(before), _compiled(block)
     victim = int(rng.integers(len(block)))
     for name, ruined in _ruins(block, victim):
         _, after = _differentiate(block, ruined, weights)
         for what in after.keys() & before.keys() - {"multipliers"}:
-            changed = _changes(block, solution, before, after, what)
+            changed = _changes(block, solution, complete, before, after, what)
             changed[victim] = False
             text = f"{what} of a row is the same when a neighbour has {name}"
             failures += [(int(r), text) for r in changed.nonzero().flatten()[:3]]
     return failures + _alone(block, before, rng)
 
 
-def _changes(block: Block, solution: Solution, before: dict, after: dict, what: str) -> Tensor:
+def _changes(
+    block: Block, solution: Solution, complete: bool, before: dict, after: dict, what: str
+) -> Tensor:
     """Rows of which `what` is not what it was."""
     x, y = (found[what].reshape(len(block), -1) for found in (before, after))
-    if what == "status" and not solution.complete:
+    if what == "status" and not complete:
         return _another_verdict(x, y).any(1)
-    if solution.complete:
+    if complete:
         return ~((x == y) | (x.isnan() & y.isnan())).all(1)
     converged = (before["status"] == 0) & (after["status"] == 0)
     if what == "z":
@@ -54,6 +58,14 @@ def _changes(block: Block, solution: Solution, before: dict, after: dict, what: 
         most = most.where(most < 1e-2, torch.inf) + torch.finfo(x.dtype).eps
         most = most * x.abs().amax(1)
     return converged & ((x - y).abs().amax(1) > most.detach())
+
+
+def _compiled(block: Block) -> bool:
+    """Does the compiled backend solve every row of the block?"""
+    tensors = block.tensors()
+    prepared = taut.prepare(tensors["A"], block.law.activation)
+    problem, _ = pose(prepared, tensors["v"], None, tensors["b"], tensors["init"])
+    return prepared.backend.attempt(problem, taut.Newton().rules).failed == 0
 
 
 def _another_verdict(one: Tensor, other: Tensor) -> Tensor:

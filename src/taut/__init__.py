@@ -1,7 +1,8 @@
 """Neural networks whose outputs satisfy linear constraints exactly."""
 
-from taut import activations as activations, linear as linear
+from taut import activations as activations, backends as backends
 from taut.activations import Activation as Activation, Interval as Interval
+from taut.analysis import ConditionWarning as ConditionWarning
 from taut.certificate import is_certificate as is_certificate
 from taut.losses import bregman_loss as bregman_loss, matched_loss as matched_loss
 from taut.modules import (
@@ -9,9 +10,10 @@ from taut.modules import (
     LagrangeMemory as LagrangeMemory,
     Projection as Projection,
 )
+from taut.outcome import SolveError as SolveError, Status as Status
+from taut.prepare import Prepared as Prepared, prepare as prepare
 from taut.projection import project as project
-from taut.rows import ConditionWarning as ConditionWarning
-from taut.solution import Solution as Solution, SolveError as SolveError, Status as Status
-from taut.solvers import GradientDescent as GradientDescent, Newton as Newton
+from taut.solution import Solution as Solution
+from taut.solvers import GradientDescent as GradientDescent, Newton as Newton, Solver as Solver
 
 __version__ = "0.1.0"

@@ -8,11 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from taut.activation import Activation, Interval
-from taut.activations import resolve
-from taut.dual import Dual
-from taut.linear import LinearMap, dense_map
-from taut.sparse import SparseMap, sparse_map
+from taut.activations import Activation, Interval, resolve
+from taut.maps import LinearMap, as_map
 
 
 def support(y: Float[Tensor, "*batch K"], within: Interval) -> Float[Tensor, "*batch K"]:
@@ -29,21 +26,22 @@ def support(y: Float[Tensor, "*batch K"], within: Interval) -> Float[Tensor, "*b
 
 def certifies(
     multipliers: Float[Tensor, "N I"],
-    y: Float[Tensor, "N K"],
-    dual: Dual,
+    A: LinearMap,
+    b: Float[Tensor, "N I"],
+    activation: Activation,
     which: Bool[Tensor, "N"],
 ) -> Bool[Tensor, "N"]:
-    """For the samples in `which`: does λ, with y = Aᵀλ, prove that there is no solution?
+    """For the samples in `which`: does λ prove that there is no solution?
 
     The inequality is tried in plain floating point, and what passes is proven with `proves`.
     """
-    terms = support(y, dual.activation.range)
-    likely = which & ((dual.b * multipliers).sum(-1) > terms.sum(-1))
+    terms = support(A.adjoint(multipliers), activation.range)
+    likely = which & ((b * multipliers).sum(-1) > terms.sum(-1))
     if not bool(likely.any()):
         return likely
     index = likely.nonzero().squeeze(-1)
-    part = dual.rows(index)
-    return likely.index_put((index,), proves(multipliers[index], part.A, part.b, part.activation))
+    proven = proves(multipliers[index], A.take(index), b[index], activation)
+    return likely.index_put((index,), proven)
 
 
 def is_certificate(
@@ -63,19 +61,18 @@ def is_certificate(
     """
     if multipliers.shape[-1:] != A.shape[-2:-1] or b.shape[-1:] != A.shape[-2:-1]:
         raise ValueError(
-            "multipliers and b must have one entry for each row of A; got multipliers "
+            "multipliers and b must have one entry for each equation; got multipliers "
             f"{tuple(multipliers.shape)}, A {tuple(A.shape)}, b {tuple(b.shape)}."
         )
-    linear = dense_map(A) if A.layout == torch.strided else sparse_map(A)
-    return proves(multipliers, linear, b, resolve(activation))
+    return proves(multipliers, as_map(A), b, resolve(activation))
 
 
 def proves(multipliers: Tensor, A: LinearMap, b: Tensor, activation: Activation) -> Tensor:
     """`is_certificate` for a map: bᵀλ > Σ_k sup{y_k z}, every rounding taken against λ."""
     multipliers, data, b = (x.detach().double() for x in (multipliers, A.data, b))
     rows = A.shape[0]
-    if isinstance(A, SparseMap):
-        linear = SparseMap(data, A.pattern)
+    if A.sparse:
+        linear = A.over(data)
         y = linear.adjoint(multipliers)
         error = (rows + 2) * torch.finfo(y.dtype).eps * linear.abs().adjoint(multipliers.abs())
     else:

@@ -10,12 +10,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from taut.activation import Activation
-from taut.activations import resolve
-from taut.autograd import apply
-from taut.dual import Dual
-from taut.kernel import Kernel, readable
-from taut.solution import Solution, Status
+from taut.activations import Activation, resolve
+from taut.autograd import apply, lead
+from taut.outcome import Status
+from taut.problems import Problem
+from taut.solution import Solution, check_unwritten
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -36,78 +35,71 @@ def matched_loss(
     tensor(0.4076, grad_fn=<MeanBackward0>)
     """
     _check_target(y, solution.z.shape, "solution.z")
-    problem = solution.problem
-    loss = apply(
-        _Matched,
-        problem.v,
-        problem.A.data,
-        problem.b,
-        y.to(solution.z.dtype),
-        solution.z,
-        solution.multipliers,
-        solution.u,
-        solution.status,
-        problem,
-        solution.kernel,
-        solution.complete,
-    )
-    return _reduce(loss, reduction)
+    check_unwritten(solution)
+    problem, outcome = solution._problem, solution._outcome
+    flat = y.to(solution.z.dtype).reshape(outcome.z.shape)
+    found = outcome.z, outcome.multipliers, outcome.u, outcome.status
+    known = outcome.failed == 0
+    loss = apply(_Matched, problem.bare(), known, flat, *found, *problem.inputs)
+    return _reduce(loss.reshape(solution.status.shape), reduction)
 
 
 @final
 class _Matched(torch.autograd.Function):
-    """ℓ of eq. 1 with the derivatives of the envelope theorem; z and λ come in solved.
+    """ℓ = Σψ(y) − yᵀv + D(λ) with the derivatives of the envelope theorem.
 
-    ∂v = z − y,  ∂b = −λ,  ∂A = λ zᵀ,  ∂y = u(y) − v. They depend on z and λ, so a second
-    derivative passes through the solver by itself.
+    ∂y = u(y) − v, ∂v = z − y, and for the other inputs those of D at fixed λ. They depend on z
+    and λ, which come in solved, so a second derivative passes through the solver by itself.
     """
 
     @staticmethod
     def forward(
-        v: Tensor,
-        data: Tensor,
-        b: Tensor,
+        kind: Problem,
+        complete: bool,  # is it known, without a look at `status`, that all have converged?
         y: Tensor,
         z: Tensor,
         multipliers: Tensor,
         u: Tensor,
         status: Tensor,
-        problem: Dual,
-        kernel: Kernel | None,
-        complete: bool,
+        *inputs: Tensor,
     ) -> Tensor:
-        if kernel is not None and readable(v, b, y, u, multipliers):
-            if v.ndim == 2:
-                return kernel.loss(v, b, y, u, multipliers)
-            v, b, y, u, multipliers = (
-                x.reshape(-1, x.shape[-1]) for x in (v, b, y, u, multipliers)
-            )
-            return kernel.loss(v, b, y, u, multipliers).reshape(problem.v.shape[:-1])
-        row = problem.activation
-        terms = torch.addcmul(row.psi(y), y, v, value=-1).add_(row.phi(u))
-        return terms.sum(-1) - (b * multipliers).sum(-1)
+        problem, v = kind.over(*inputs), inputs[0]
+        loss = problem.quick_loss(y, multipliers, u)
+        if loss is not None:
+            return loss
+        psi = problem.prepared.activation.psi(y)
+        return torch.addcmul(psi, y, v, value=-1).sum(-1) + problem.value(multipliers, u)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        v, _, _, y, z, multipliers, _, status, problem, _, complete = inputs
-        ctx.save_for_backward(v, y, z, multipliers, status)
-        ctx.activation, ctx.A, ctx.complete = problem.activation, problem.A, complete
+        ctx.kind, ctx.complete, y, z, multipliers, u, status, *given = inputs
+        # v only where it is needed: it may be written to before the backward pass.
+        v = given[0] if y.requires_grad else z
+        ctx.save_for_backward(y, v, z, multipliers, u, status, *ctx.kind.needed(given))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
-        v, y, z, multipliers, status = ctx.saved_tensors
-        g, needs = grads[0].unsqueeze(-1), ctx.needs_input_grad
-        dy = g * (ctx.activation.inverse(y) - v) if needs[3] else None
+        y, v, z, multipliers, u, status, *needed = ctx.saved_tensors
+        kind, needs = ctx.kind.restored(needed), ctx.needs_input_grad
+        g = grads[0].unsqueeze(-1)
+        dy = g * (kind.prepared.activation.inverse(y) - v) if needs[2] else None
         if not ctx.complete:
             # Where no z exists there is nothing to learn. An undecided sample still has the
             # gradient of ℓ at its λ: that is how the paper trains with a solver that stops early.
             ok = ((status == Status.CONVERGED) | (status == Status.MAX_ITERATIONS)).unsqueeze(-1)
             g, y, z, multipliers = (torch.where(ok, x, 0) for x in (g, y, z, multipliers))
             dy = None if dy is None else torch.where(ok, dy, 0)
-        dv = g * (z - y)
-        dA = ctx.A.outer(g * multipliers, z) if needs[1] else None
-        db = -g * multipliers if needs[2] else None
-        return dv, dA, db, dy, None, None, None, None, None, None, None
+        _, *others = kind.envelope(multipliers, u, z, g, needs[7:])
+        return None, None, dy, None, None, None, None, g * (z - y), *others
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, kind: Problem, complete: bool, *tensors: Tensor) -> tuple:
+        """A batch of batches is a batch: the mapped dimension joins N."""
+        size, own, inputs = info.batch_size, tensors[:5], tensors[5:]
+        joined, inputs = kind.joined(inputs, in_dims[7:], size)
+        own = [lead(x, d, size).flatten(0, 1) for x, d in zip(own, in_dims[2:7], strict=True)]
+        loss = _Matched.apply(joined, complete, *own, *inputs)
+        return loss.unflatten(0, (size, -1)), 0
 
 
 def bregman_loss(

@@ -8,16 +8,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from taut.activation import Activation
-from taut.activations import resolve
-from taut.implicit import OnFailure, examine
-from taut.linear import LinearMap
-from taut.projection import as_map, project_examined
-from taut.rows import Rows
+from taut.activations import Activation, resolve
+from taut.autograd import is_transformed
+from taut.maps import as_map
+from taut.pose import validate
+from taut.prepare import Prepared, Unprepared, examined
+from taut.projection import OnFailure, known, projected
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
-from taut.sparse import sparse_map
-from taut.validation import validate
 
 
 @final
@@ -50,7 +48,7 @@ class Projection(nn.Module):
         self.activation = resolve(activation)
         self.solver = solver
         self.on_failure: OnFailure = on_failure
-        self._known: tuple[Tensor, tuple[LinearMap, Rows]] | None = None
+        self._prepared: Prepared | None = None
 
     def forward(
         self, v: Float[Tensor, "*batch K"], b: Float[Tensor, "*b_batch I"] | None = None
@@ -71,19 +69,23 @@ class Projection(nn.Module):
                 "this Projection has no b of its own: pass one, layer(v, b), or give it at "
                 "construction, Projection(A, b)."
             )
-        validate(v, self.A, b, init, self.activation, self.on_failure)
-        A, rows = self._examined()
-        return project_examined(v, A, b, rows, self.activation, self.solver, init, self.on_failure)
+        if self._prepared is None:
+            validate(v, self.A, b, init, self.activation)
+        prepared = self.prepared()
+        return projected(prepared, v, self.A, b, self.solver, init, self.on_failure)
 
-    def _examined(self) -> tuple[LinearMap, Rows]:
-        # What is known of A is worked out once, and again only when A has been moved or changed.
-        if self._known is None or not _same(self._known[0], self.A):
-            linear = as_map(self.A)
-            self._known = (self.A.clone(), (linear, examine(linear, self.solver)))
-        return self._known[1]
+    def prepared(self) -> Prepared | Unprepared:
+        """What is known of A: worked out once, and again when A has been moved or changed."""
+        A, before = self.A, self._prepared
+        if is_transformed(A):
+            return known(A, self.activation)
+        if before is None or before.activation is not self.activation or not _same(before.A, A):
+            # A copy: a write to A.data leaves no trace but in the numbers.
+            before = self._prepared = examined(A.detach().clone(), self.activation)
+        return before
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_known": None}
+        return {**self.__dict__, "_prepared": None}
 
     def extra_repr(self) -> str:
         shape = tuple(self.A.shape)
@@ -91,14 +93,14 @@ class Projection(nn.Module):
 
 
 def _same(known: Tensor, A: Tensor) -> bool:
-    """Is A still what it was? Looked at, because a write to A.data leaves no other trace."""
+    """Is A still what it was?"""
     if known.dtype != A.dtype or known.device != A.device or known.layout != A.layout:
         return False
     if A.layout == torch.strided:
         return torch.equal(known, A)
-    before, now = sparse_map(known), sparse_map(A)
-    same = torch.equal(before.pattern.columns, now.pattern.columns)
-    same = same and torch.equal(before.pattern.rows, now.pattern.rows)
+    before, now = as_map(known.detach()), as_map(A.detach())
+    same = torch.equal(before.pattern.columns, now.pattern.columns)  # pyright: ignore
+    same = same and torch.equal(before.pattern.rows, now.pattern.rows)  # pyright: ignore
     return same and torch.equal(before.data, now.data)
 
 
@@ -107,7 +109,7 @@ class LagrangeMemory(nn.Module):
     """The multipliers of every training sample, kept across epochs; starts at 0.
 
     Reading and storing go by sample index, as a shuffled `DataLoader` gives it. The table is a
-    buffer, so it is in the `state_dict`. Samples that did not converge are not stored.
+    buffer, so it is in the `state_dict`. Stored are samples that converged, and undecided ones.
 
     >>> memory = LagrangeMemory(num_samples=100, num_constraints=2)
     >>> memory[torch.tensor([3, 1])].shape
@@ -145,7 +147,7 @@ class LagrangeMemory(nn.Module):
                 f"together in a memory of {tuple(self.multipliers.shape)}."
             )
         index, found = index.reshape(-1), found.reshape(-1, self.multipliers.shape[-1])
-        if not (solution.complete and found.dtype == self.multipliers.dtype):
+        if solution._outcome.failed or found.dtype != self.multipliers.dtype:
             found = found.to(self.multipliers.dtype)
             usable = found.isfinite().all(-1) & (solution.status.reshape(-1) <= 1)
             index, found = index[usable], found[usable]

@@ -1,97 +1,86 @@
-"""taut.project: validate, solve, differentiate."""
+"""taut.project: pose, numbers, derivatives, answer."""
 
-import torch
+from typing import Literal
+
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from taut.activation import Activation
-from taut.activations import resolve
-from taut.autograd import apply, is_transformed
-from taut.dual import Dual
-from taut.implicit import Multipliers, OnFailure, Task, examine
-from taut.linear import LinearMap, dense_map
-from taut.rows import Rows
+from taut.activations import Activation, resolve
+from taut.autograd import is_transformed
+from taut.implicit import solve
+from taut.maps import as_map
+from taut.pose import pose, validate
+from taut.prepare import Prepared, Unprepared, examined
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
-from taut.sparse import SparseMap, sparse_map
-from taut.validation import validate
+
+OnFailure = Literal["raise", "return"]
 
 
 def project(
     v: Float[Tensor, "*batch K"],
-    A: Float[Tensor, "*A_batch I K"],
+    A: Float[Tensor, "*A_batch I K"] | Prepared,
     b: Float[Tensor, "*b_batch I"],
     *,
-    activation: str | Activation = "linear",
+    activation: str | Activation | None = None,
     solver: Solver = Newton(),
     init: Float[Tensor, "*init_batch I"] | None = None,
     on_failure: OnFailure = "raise",
 ) -> Solution:
     """The Bregman projection of σ(v) on {z : A z = b}: z = σ(v + Aᵀλ) with A z = b.
 
-    A is (I, K), dense or torch sparse, for all samples, or dense (*batch, I, K); b is
-    (*batch, I), or (I,) for all.
+    A is (I, K), dense or torch sparse, for all samples, or dense (*batch, I, K), or what
+    `taut.prepare` made of it; b is (*batch, I), or (I,) for all. `activation` is "linear" unless
+    given here or to `prepare`.
     `z`, `multipliers` and `u` are differentiable in v, A and b, twice. Each sample of the batch
     is judged alone; `on_failure` says whether one that fails raises `SolveError` or is returned
     with its `status`, z as far as it got, and zero gradients.
 
-    >>> import taut
+    >>> import torch, taut
     >>> v = torch.tensor([1.0, 2.0, 3.0])
     >>> taut.project(v, torch.ones(1, 3), torch.ones(1), activation="exp").z  # softmax
     tensor([0.0900, 0.2447, 0.6652])
     """
-    row = resolve(activation)
-    validate(v, A, b, init, row, on_failure)
-    linear = as_map(A)
-    rows = None if is_transformed(A) else _examined(A, linear, solver)
-    return project_examined(v, linear, b, rows, row, solver, init, on_failure)
+    if isinstance(A, Prepared):
+        return projected(_usable(A, activation), v, None, b, solver, init, on_failure)
+    chosen = resolve("linear" if activation is None else activation)
+    validate(v, A, b, init, chosen)
+    return projected(known(A, chosen), v, A, b, solver, init, on_failure)
 
 
-# What is known of an A, for as long as that tensor lives: with it the values it was found for.
-_known = WeakTensorKeyDictionary()
-
-
-def _examined(A: Tensor, linear: LinearMap, solver: Solver) -> Rows:
-    """`examine`, or what it gave last time, if A is still what it was then."""
-    if isinstance(linear, SparseMap) or A.requires_grad or torch.compiler.is_compiling():
-        return examine(linear, solver)
-    known = _known.get(A)
-    if known is not None:
-        values, dtype, rows = known
-        if dtype == solver.dtype and values.dtype == A.dtype and values.device == A.device:
-            if torch.equal(values, A):
-                return rows
-    rows = examine(linear, solver)
-    if rows.transform is None:  # else there is a warning to be given again
-        _known[A] = A.clone(), solver.dtype, rows
-    return rows
-
-
-def as_map(A: Tensor) -> LinearMap:
-    """A as an operator."""
-    return dense_map(A) if A.layout == torch.strided else sparse_map(A)
-
-
-def project_examined(
+def projected(
+    prepared: Prepared | Unprepared,
     v: Tensor,
-    A: LinearMap,
+    A: Tensor | None,
     b: Tensor,
-    rows: Rows | None,
-    activation: Activation,
     solver: Solver,
     init: Tensor | None,
     on_failure: OnFailure,
 ) -> Solution:
-    """`project` with validated arguments and `rows = examine(A)`, or None to have it made."""
-    if b.ndim < v.ndim:
-        b = b.expand(*v.shape[:-1], b.shape[-1])
-    start = None if init is None else init.detach().expand_as(b)
-    pattern = A.pattern if isinstance(A, SparseMap) else None
-    task = Task(activation, solver, rows, pattern, on_failure, v.shape[-2] if v.ndim > 1 else 1)
-    found = apply(Multipliers, v, A.data, b, start, task)
-    multipliers, u, z, residual, iterations, status, condition = found
-    dual = Dual(activation, A, v, b)
-    kernel, complete = (None, False) if is_transformed(z) else (task.kernel, task.complete)
-    given = (z, multipliers, u, residual, iterations, status, condition, dual)
-    return Solution(*given, kernel, complete)
+    """`project` with what is fixed worked out; A is the live tensor that gets gradients."""
+    if on_failure not in ("raise", "return"):
+        raise ValueError(f'on_failure must be "raise" or "return"; got {on_failure!r}.')
+    problem, batch = pose(prepared, v, A, b, init)
+    outcome = solve(problem, solver, on_failure == "raise")
+    solution = Solution(problem, outcome, batch)
+    return solution if on_failure == "return" else solution.checked()
+
+
+def known(A: Tensor, activation: Activation) -> Prepared | Unprepared:
+    """What is known of A and σ; under a transform, that it cannot be known yet."""
+    if is_transformed(A):
+        return Unprepared(activation, as_map(A if A.ndim < 4 else A.flatten(0, -3)))
+    return examined(A, activation)
+
+
+def _usable(prepared: Prepared, activation: str | Activation | None) -> Prepared:
+    if activation is not None and resolve(activation) is not prepared.activation:
+        raise ValueError(
+            f"this A was prepared for {prepared.activation.name!r}; got "
+            f"activation={resolve(activation).name!r}. Leave it out, or prepare A again."
+        )
+    if prepared.changed():
+        raise ValueError(
+            "A was changed in place after it was prepared. Prepare it again, or prepare a copy."
+        )
+    return prepared

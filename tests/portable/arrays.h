@@ -1,5 +1,6 @@
 /* The file that record.py writes: named arrays, in sections. A section begins with a text called
- * "problem", its title, before the arrays of a plan; or "call": solve, backward or loss. */
+ * "problem", its title, before the fields of a plan and of the rules; or "call": solve, backward or
+ * loss. */
 #ifndef TAUT_ARRAYS_H
 #define TAUT_ARRAYS_H
 
@@ -8,7 +9,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define MAGIC "taut 1\n" /* read as an integer, also tells the order of bytes */
+#define MAGIC "taut 2\n" /* read as an integer, also tells the order of bytes */
+
+#define MOST 64 /* arrays of a section */
 
 typedef struct {
     char name[32];
@@ -18,7 +21,7 @@ typedef struct {
 
 typedef struct {
     int count;
-    Array arrays[48];
+    Array arrays[MOST];
 } Section;
 
 static void stop(const char *why, const char *what) {
@@ -66,7 +69,7 @@ static Section read_section(FILE *file, Array *ahead) {
             *ahead = array;
             return section;
         }
-        if (section.count == 48) stop("too many arrays", "");
+        if (section.count == MOST) stop("too many arrays", "");
         section.arrays[section.count++] = array;
     }
 }
@@ -97,6 +100,10 @@ static double real(const Section *section, const char *name) {
     const Array *array = find(section, name);
     if (!array || array->bytes != 8) stop("no number called ", name);
     return *(double *)array->data;
+}
+
+static double entry(const void *x, int64_t i, int64_t single) {
+    return single ? ((const float *)x)[i] : ((const double *)x)[i];
 }
 
 #endif

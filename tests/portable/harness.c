@@ -8,7 +8,6 @@
  * THREADS every call is made again by so many at once, which must find the same bits, and all of it
  * once more in a forked child. Ends with 0; with 1 where something is wrong; with 77 where the
  * processor lacks the variant. */
-#include <math.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -53,14 +52,13 @@ static void compare(const Section *section, const Job *job, const Found *found, 
     }
 }
 
-static void check_verdicts(const Section *section, const Plan *plan, const Job *job,
-                           Report *report) {
+static void check_verdicts(const Section *section, const Job *job, Report *report) {
     int64_t unsolved = 0;
     const int8_t *expected = data(section, "solved");
     for (int64_t i = 0; job->solved && i < job->samples; i++) {
         unsolved += !job->solved[i];
         if (job->solved[i] == expected[i]) continue;
-        if (job->kind == 's' && rounding_decides(section, plan, job, i))
+        if (job->kind == 's' && rounding_decides(section, job, i))
             report->either++;
         else
             complain(report, job, expected[i] ? "no longer solved" : "not solved before", i);
@@ -72,9 +70,9 @@ static void check_verdicts(const Section *section, const Plan *plan, const Job *
 }
 
 /* Is it the same, bit for bit, by so many threads? */
-static int repeats(const Section *section, const Plan *plan, const Job *first, int threads) {
+static int repeats(const Section *section, const Problem *problem, const Job *first, int threads) {
     int same = 1;
-    Job again = make_job(section, plan, first->variant);
+    Job again = make_job(section, problem, first->variant);
     run(&again, threads);
     for (int i = 0; i < again.count; i++)
         same &= !memcmp(again.found[i].data, first->found[i].data, again.found[i].bytes);
@@ -83,14 +81,14 @@ static int repeats(const Section *section, const Plan *plan, const Job *first, i
     return same;
 }
 
-static void make_call(const Section *section, const Plan *plan, const Variant *variant, int threads,
-                      Report *report) {
-    Job job = make_job(section, plan, variant);
+static void make_call(const Section *section, const Problem *problem, const Variant *variant,
+                      int threads, Report *report) {
+    Job job = make_job(section, problem, variant);
     run(&job, 1);
-    check_verdicts(section, plan, &job, report);
+    check_verdicts(section, &job, report);
     for (int i = 0; i < job.count; i++) compare(section, &job, &job.found[i], report);
     report->calls++;
-    if (threads > 1 && !repeats(section, plan, &job, threads))
+    if (threads > 1 && !repeats(section, problem, &job, threads))
         complain(report, &job, "other bits by threads", -1);
     free_job(&job);
 }
@@ -98,23 +96,23 @@ static void make_call(const Section *section, const Plan *plan, const Variant *v
 static Report run_all(const char *path, const Variant *variant, int threads) {
     FILE *file = open_problems(path);
     Report report = {.problem = "?"};
-    Section problem = {.count = 0};
+    Section fields = {.count = 0};
     Array ahead = {.name = ""};
-    Plan plan;
+    Problem problem;
     read_section(file, &ahead); /* nothing comes before the first problem */
     while (ahead.name[0]) {
         Section section = read_section(file, &ahead);
         if (!strcmp(section.arrays[0].name, "problem")) {
-            free_section(&problem);
-            problem = section;
-            plan = make_plan(&problem);
+            free_section(&fields);
+            fields = section;
+            problem = make_problem(&fields);
             report.problem = section.arrays[0].data;
         } else {
-            make_call(&section, &plan, variant, threads, &report);
+            make_call(&section, &problem, variant, threads, &report);
             free_section(&section);
         }
     }
-    free_section(&problem);
+    free_section(&fields);
     fclose(file);
     return report;
 }

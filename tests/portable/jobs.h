@@ -2,6 +2,7 @@
 #ifndef TAUT_JOBS_H
 #define TAUT_JOBS_H
 
+#include <math.h>
 #include <pthread.h>
 
 #include "arrays.h"
@@ -47,52 +48,57 @@ typedef struct {
         Loss loss;
     } call;
     int64_t samples, unsolved, single;
-    int8_t *solved; /* NULL for the loss, which is always found */
+    int8_t *solved; /* what the answers say; NULL for the loss, which is always found */
     int count;
     Found found[6];
 } Job;
 
-static Plan make_plan(const Section *s) {
-#define INTEGER(name) .name = integer(s, #name)
-#define ARRAY(name) .name = data(s, #name)
-    return (Plan){
-        INTEGER(outputs), INTEGER(given), INTEGER(rows), INTEGER(kept), INTEGER(disjoint),
-        INTEGER(constraints), INTEGER(positive), ARRAY(order), ARRAY(a), ARRAY(absolute),
-        ARRAY(sizes), ARRAY(row_start), ARRAY(row_output), ARRAY(row_value), ARRAY(output_start),
-        ARRAY(output_row), ARRAY(output_value), ARRAY(entry_start), ARRAY(entry_output),
-        ARRAY(entry_value), ARRAY(flat), ARRAY(inverse), ARRAY(kind), ARRAY(plain), ARRAY(shift),
-        ARRAY(scale), ARRAY(temperature), ARRAY(lower), ARRAY(upper),
-    };
+typedef struct {
+    Plan plan;
+    Rules rules;
+} Problem;
+
+/* The fields that calls.h lists, by their names; an array that is missing is NULL. */
+static Problem make_problem(const Section *s) {
+#define FIELD(type, name)                                                           \
+    .name = _Generic((type){0}, int64_t: integer(s, #name), double: real(s, #name), \
+                     default: data(s, #name)),
+    return (Problem){.plan = {PLAN(FIELD)}, .rules = {RULES(FIELD)}};
+#undef FIELD
 }
 
 static void *wants(Job *job, const char *name, int64_t width, int64_t size) {
     Found *found = &job->found[job->count++];
     *found = (Found){name, width, job->samples * width * size, NULL};
     found->data = room(found->bytes);
-    memset(found->data, 0x5a, found->bytes); /* nothing that could pass for an answer */
+    memset(found->data, 0xff, found->bytes); /* NaN, and −1: open */
     return found->data;
 }
 
-static Job make_job(const Section *s, const Plan *plan, const Variant *variant) {
+static Job make_job(const Section *s, const Problem *problem, const Variant *variant) {
+    const Plan *plan = &problem->plan;
+    const Rules *rules = &problem->rules;
     Job job = {.variant = variant, .kind = *(char *)s->arrays[0].data};
     int64_t n = job.samples = integer(s, "samples"), single = job.single = integer(s, "single");
     int64_t size = single ? 4 : 8, K = plan->given, I = plan->constraints;
     if (job.kind == 's')
         job.call.solve = (Solve){
-            .plan = plan, .v = data(s, "v"), .b = data(s, "b"), .start = data(s, "start"),
+            .plan = plan, .rules = rules,
+            .v = data(s, "v"), .b = data(s, "b"), .start = data(s, "start"),
             .multipliers = wants(&job, "multipliers", I, size), .u = wants(&job, "u", K, size),
             .z = wants(&job, "z", K, size), .residual = wants(&job, "residual", 1, size),
-            .iterations = wants(&job, "iterations", 1, 8), .solved = wants(&job, "solved", 1, 1),
+            .iterations = wants(&job, "iterations", 1, 8), .status = wants(&job, "status", 1, 8),
             .samples = n, .single = single, .b_stride = integer(s, "b_stride"),
             .limit = integer(s, "limit"), .unsolved = n, .target = real(s, "target"),
             .share = real(s, "share"), .huge = real(s, "huge"),
         };
     else if (job.kind == 'b')
         job.call.backward = (Backward){
-            .plan = plan, .u = data(s, "u"), .g_multipliers = data(s, "g_multipliers"),
+            .plan = plan, .rules = rules,
+            .u = data(s, "u"), .g_multipliers = data(s, "g_multipliers"),
             .g_u = data(s, "g_u"), .g_z = data(s, "g_z"), .status = data(s, "status"),
             .dv = wants(&job, "dv", K, size), .db = wants(&job, "db", I, size),
-            .solved = wants(&job, "solved", 1, 1), .samples = n, .single = single, .unsolved = n,
+            .samples = n, .single = single, .unsolved = n,
         };
     else
         job.call.loss = (Loss){
@@ -101,8 +107,7 @@ static Job make_job(const Section *s, const Plan *plan, const Variant *variant) 
             .loss = wants(&job, "loss", 1, size), .samples = n, .single = single,
             .b_stride = integer(s, "b_stride"), .unsolved = n,
         };
-    for (int i = 0; i < job.count; i++)
-        if (!strcmp(job.found[i].name, "solved")) job.solved = job.found[i].data;
+    if (job.kind != 'l') job.solved = room(n);
     return job;
 }
 
@@ -114,7 +119,16 @@ static void *work(void *given) {
     return NULL;
 }
 
-/* The threads share the call, as those of kernel.py do: each takes the next samples. */
+/* By its status, or because its ∂b are numbers */
+static int is_solved(const Job *job, int64_t sample) {
+    const Backward *s = &job->call.backward;
+    if (job->kind == 's') return job->call.solve.status[sample] == 0;
+    for (int64_t i = 0, I = s->plan->constraints; i < I; i++)
+        if (isnan(entry(s->db, sample * I + i, s->single))) return 0;
+    return 1;
+}
+
+/* The threads share the call, as those of cpu.py do: each takes the next samples. */
 static void run(Job *job, int threads) {
     pthread_t others[64];
     for (int t = 1; t < threads; t++)
@@ -124,10 +138,12 @@ static void run(Job *job, int threads) {
     job->unsolved = job->kind == 's'   ? job->call.solve.unsolved
                     : job->kind == 'b' ? job->call.backward.unsolved
                                        : job->call.loss.unsolved;
+    for (int64_t i = 0; job->solved && i < job->samples; i++) job->solved[i] = is_solved(job, i);
 }
 
 static void free_job(Job *job) {
     for (int i = 0; i < job->count; i++) free(job->found[i].data);
+    free(job->solved);
 }
 
 #endif

@@ -2,14 +2,15 @@
 
     python tests/portable/record.py FILE [SEED]
 
-Of taut it takes the arrays of a plan by their names in csrc/calls.h, and the three calls of the
-kernel with their results.
+Of taut it takes plans, rules, and the three functions of the compiled code with the structures
+that csrc/calls.h describes.
 """
 
+import ctypes
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import rounding
 import torch
@@ -17,12 +18,11 @@ from torch import Tensor
 
 import taut
 from taut.activations import bounded, exp, mixed, tempered, weighted
-from taut.implicit import examine
-from taut.kernel import Kernel
-from taut.linear import DenseMap
+from taut.backends import Rules, cpu
+from taut.backends.plan import make_plan
 
 SAMPLES = 37  # no multiple of any number of lanes
-SIZES = ("outputs", "given", "rows", "kept", "disjoint", "constraints", "positive")
+RULES = Rules()
 
 
 def _cycle(K: int, *values: float) -> Tensor:
@@ -104,7 +104,7 @@ class Writer:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        file.write(b"taut 1\n\0")
+        file.write(b"taut 2\n\0")
 
     def bytes(self, name: str, data: bytes) -> None:
         self._file.write(name.encode().ljust(32, b"\0"))
@@ -128,19 +128,33 @@ class Recorder:
 
     def __init__(self, writer: Writer, A: Tensor, activation: taut.Activation, dtype: torch.dtype):
         self.write, self.A, self.activation, self.dtype = writer, A, activation, dtype
-        self.kernel = Kernel.of(examine(DenseMap(A), taut.Newton()), activation)
-        plan = self.kernel._plan
-        order, kept = plan.arrays["order"][: plan.kept], torch.zeros(len(A), dtype=torch.bool)
+        self.plan = make_plan(taut.prepare(A, activation).basis, activation)
+        sizes, arrays = self.plan.sizes, self.plan.arrays
+        order, kept = arrays["order"][: sizes["kept"]], torch.zeros(len(A), dtype=torch.bool)
         kept[order[order >= 0]] = True
         kept &= (A != 0).any(-1)
-        numbers = {name: plan.arrays[name][: plan.given] for name in ("shift", "scale")}
-        size = numbers["scale"] * plan.arrays["temperature"][: plan.given]
-        eps = torch.finfo(dtype).eps
+        numbers = {n: arrays[n][: sizes["given"]] for n in ("shift", "scale", "temperature")}
+        size, eps = numbers["scale"] * numbers["temperature"], torch.finfo(dtype).eps
         self.scene = rounding.Scene(A, kept, activation, numbers["shift"], size, eps)
-        self.write.arrays(**{name: int(getattr(plan, name)) for name in SIZES}, **plan.arrays)
+        fields = {name: arrays.get(name) for name, _ in cpu._structures["Plan"]._fields_}
+        fields |= {name: int(x) for name, x in sizes.items()}
+        rules = {name: getattr(RULES, name) for name, _ in cpu._structures["Rules"]._fields_}
+        self.structures = _structure("Plan", **fields), _structure("Rules", **rules)
+        self.write.arrays(**fields, **rules)
 
-    def numbers(self, **more: Tensor | float | None) -> dict[str, Tensor | float | None]:
-        return {"samples": SAMPLES, "single": int(self.dtype == torch.float32), **more}
+    def call(self, name: str, given: dict[str, Any], found: dict[str, Tensor]) -> None:
+        """The compiled code itself, without what cpu.py does for redundant equations."""
+        kind, (plan, rules) = name.capitalize(), map(ctypes.addressof, self.structures)
+        given |= {"samples": SAMPLES, "single": int(self.dtype == torch.float32)}
+        more = {"plan": plan} if name == "loss" else {"plan": plan, "rules": rules}
+        call = _structure(kind, **given, **found, **more, next=0, unsolved=SAMPLES)
+        function, _ = cpu._functions[name]
+        function(ctypes.byref(call))
+        self.write.section("call", name)
+        self.write.arrays(**given, **found)
+
+    def empty(self, *widths: int) -> Tensor:
+        return torch.full((SAMPLES, *widths), torch.nan, dtype=self.dtype)
 
     def within(self, bounds: dict[str, Tensor]) -> None:
         self.write.arrays(**{f"within_{name}": bound for name, bound in bounds.items()})
@@ -156,55 +170,64 @@ class Recorder:
         start = None
         if regime.start is not None:
             start = (regime.start * torch.randn(b.shape)).to(self.dtype)
-        found = self.solve(v, b, start, regime.limit)
-        self.backward(found, torch.zeros(SAMPLES, dtype=torch.long))
-        self.loss(v, b, y, found)
+        found, solved = self.solve(v, b, start, regime.limit)
+        u, multipliers = (found[name].where(solved[:, None], 0) for name in ("u", "multipliers"))
+        self.backward(u, torch.zeros(SAMPLES, dtype=torch.long))
+        v, b = v.where(solved[:, None], 0), b.where(solved[:, None], 0)
+        self.loss(v, b, y, u, multipliers)
 
-    def solve(self, v: Tensor, b: Tensor, start: Tensor | None, limit: int):
-        eps = torch.finfo(self.dtype).eps
-        target = taut.Newton().target(torch.float64, eps)
-        share = 1.0 if target < 1e-12 else 0.01  # as kernel.py has it
-        found = self.kernel.solve(v, b, start, target, limit)
-        solved = torch.ones(SAMPLES, dtype=torch.bool) if found.solved is None else found.solved
-        self.write.section("call", "solve")
-        huge = torch.finfo(self.dtype).max
-        given = self.numbers(v=v, b=b, start=start, b_stride=b.shape[1], limit=limit)
-        self.write.arrays(**given, target=target, share=share, huge=huge)
-        names = ("multipliers", "u", "z", "residual", "iterations")
-        self.write.arrays(**{name: getattr(found, name) for name in names}, solved=solved)
-        answer = (x[solved].double() for x in (v, b, found.multipliers, found.u, found.z))
+    def solve(
+        self, v: Tensor, b: Tensor, start: Tensor | None, limit: int
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """What was found, and which samples are solved."""
+        I, K = self.A.shape
+        target, share = RULES.target(self.dtype), RULES.share(self.dtype)
+        given = {"v": v, "b": b, "start": start, "b_stride": I, "limit": limit}
+        given |= {"target": target, "share": share, "huge": torch.finfo(self.dtype).max}
+        found = {"multipliers": self.empty(I), "u": self.empty(K), "z": self.empty(K)}
+        found |= {"residual": self.empty(), "iterations": torch.full((SAMPLES,), -1)}
+        found["status"] = torch.full((SAMPLES,), -1)
+        self.call("solve", given, found)
+        solved = found["status"] == 0
+        answer = (
+            x[solved].double() for x in (v, b, *(found[n] for n in ("multipliers", "u", "z")))
+        )
         bounds = rounding.of_solve(self.scene, *answer, target=target, share=share)
+        self.write.arrays(solved=solved)
         self.within({name: _spread(x, solved) for name, x in bounds.items()})
-        return found._replace(solved=solved)
+        return found, solved
 
-    def backward(self, found, status: Tensor) -> None:
-        u = torch.where(found.solved[:, None], found.u, 0)
+    def backward(self, u: Tensor, status: Tensor) -> None:
+        I, K = self.A.shape
         status[[2, 17]] = 1  # not solved: their gradients are 0
-        for given in ("z", "multipliers u z"):
-            grads = [
-                torch.randn_like(getattr(found, name)) if name in given.split() else None
-                for name in ("multipliers", "u", "z")
-            ]
-            dv, db, left = self.kernel.backward(u, grads, status)
-            solved = torch.ones(SAMPLES, dtype=torch.bool)
-            solved[[] if left is None else left] = False
-            self.write.section("call", "backward")
-            self.write.arrays(**self.numbers(u=u, status=status, dv=dv, db=db, solved=solved))
-            self.write.arrays(g_multipliers=grads[0], g_u=grads[1], g_z=grads[2])
-            wide = [None if x is None else x.double() for x in grads]
+        widths = {"multipliers": I, "u": K, "z": K}
+        for some in ("z", "multipliers u z"):
+            grads = {
+                name: torch.randn(SAMPLES, width, dtype=self.dtype)
+                if name in some.split()
+                else None
+                for name, width in widths.items()
+            }
+            dv, db = self.empty(K), self.empty(I)
+            given = {"u": u, "status": status} | {f"g_{name}": g for name, g in grads.items()}
+            self.call("backward", given, {"dv": dv, "db": db})
+            self.write.arrays(solved=~db.isnan().any(-1))
+            wide = [None if x is None else x.double() for x in grads.values()]
             bounds = rounding.of_backward(self.scene, u.double(), wide, dv.double(), db.double())
             self.within(bounds)
 
-    def loss(self, v: Tensor, b: Tensor, y: Tensor, found) -> None:
-        some = found.solved[:, None]
-        v, b = v.where(some, 0), b.where(some, 0)
-        u, multipliers = found.u.where(some, 0), found.multipliers.where(some, 0)
-        loss = self.kernel.loss(v, b, y, u, multipliers)
-        self.write.section("call", "loss")
-        given = self.numbers(v=v, b=b, y=y, u=u, multipliers=multipliers, loss=loss)
-        self.write.arrays(**given, b_stride=b.shape[1])
-        answer = (x.double() for x in (v, b, y, u, multipliers, loss))
+    def loss(self, v: Tensor, b: Tensor, y: Tensor, u: Tensor, multipliers: Tensor) -> None:
+        given = {"v": v, "b": b, "y": y, "u": u, "multipliers": multipliers}
+        loss = self.empty()
+        self.call("loss", given | {"b_stride": b.shape[1]}, {"loss": loss})
+        answer = (x.double() for x in (*given.values(), loss))
         self.within(rounding.of_loss(self.scene, *answer))
+
+
+def _structure(kind: str, /, **fields: Any) -> ctypes.Structure:
+    """With the addresses of tensors, which must outlive it."""
+    fields = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in fields.items()}
+    return cpu._filled(cpu._structures[kind], **fields)
 
 
 def _spread(x: Tensor, solved: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import taut
+from taut.backends import Rules
 
 EPS = 2.0**-52
-OWN = 8 * EPS  # newton.h: what the kernel takes for the rounding of its own numbers
-STUCK = 4 * OWN  # and what it accepts of a sample that makes no progress
+STUCK = 4 * Rules().unit  # newton.h: what the kernel accepts of a sample that makes no progress
 CURVED = 1.5  # w changes by less than this factor where u changes by less than 0.1
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).resolve().parents[2]
-HERE, CSRC = ROOT / "tests/portable", ROOT / "src/taut/csrc"
+HERE, CSRC = ROOT / "tests/portable", ROOT / "src/taut/backends/csrc"
 KERNEL_TESTS = ("tests/test_kernel.py",)
 FLAGS = ["-std=gnu11", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math"]  # as in setup.py
 STRICT = ["-Wall", "-Wextra", "-Werror"]
@@ -74,7 +74,7 @@ def package(folder: Path, compiler: str, *flags: str) -> Path:
 def tests(source: Path, **environment: str) -> None:
     environment |= {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
     # Without a kernel its tests are skipped, and an installed taut has another one.
-    check = "from taut import kernel; assert kernel.available(); print(kernel.__file__)"
+    check = "from taut.backends import cpu; assert cpu.variant(); print(cpu.__file__)"
     call(sys.executable, "-c", check, **environment)
     # A sanitizer ends the process: what it says must not be captured.
     pytest = [sys.executable, "-m", "pytest", "-q", "--capture=sys", "-p", "no:cacheprovider"]

@@ -8,10 +8,6 @@
 #define COPIES 4096
 #define SHAKEN 0x1p-47 /* 32 units in the last place */
 
-static double entry(const void *x, int64_t i, int64_t single) {
-    return single ? ((const float *)x)[i] : ((const double *)x)[i];
-}
-
 /* The numbers of one sample, as double, COPIES times, each a little different */
 static double *copies(const void *x, int64_t width, int64_t sample, int64_t single, double shaken) {
     uint64_t state = 1;
@@ -25,7 +21,8 @@ static double *copies(const void *x, int64_t width, int64_t sample, int64_t sing
 }
 
 /* Are of the same sample, with v changed in the last places, some solved and some not? */
-static int rounding_decides(const Section *s, const Plan *plan, const Job *job, int64_t sample) {
+static int rounding_decides(const Section *s, const Job *job, int64_t sample) {
+    const Plan *plan = job->call.solve.plan;
     int64_t solved = 0, K = plan->given, I = plan->constraints;
     Job shaken = {.variant = job->variant, .kind = 's', .samples = COPIES};
     double *v = copies(data(s, "v"), K, sample, job->single, SHAKEN);
@@ -39,11 +36,11 @@ static int rounding_decides(const Section *s, const Plan *plan, const Job *job, 
     call->z = wants(&shaken, "z", K, 8);
     call->residual = wants(&shaken, "residual", 1, 8);
     call->iterations = wants(&shaken, "iterations", 1, 8);
-    call->solved = wants(&shaken, "solved", 1, 1);
+    call->status = wants(&shaken, "status", 1, 8);
     call->samples = call->unsolved = COPIES;
     call->single = call->next = 0;
     run(&shaken, 1);
-    for (int64_t i = 0; i < COPIES; i++) solved += call->solved[i];
+    for (int64_t i = 0; i < COPIES; i++) solved += call->status[i] == 0;
     free_job(&shaken);
     free(v);
     free(b);

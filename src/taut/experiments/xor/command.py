@@ -60,8 +60,8 @@ def xor(
     linear constraints that its third layer makes: A z = b for every pattern, enforced by Lagrange
     units. All runs of a variant train at once.
 
-    Writes results.json, the numbers of every run and three figures to OUT. Ctrl-C stops it, and the
-    same command goes on where it stopped.
+    Writes results.json, the numbers of every run and three figures to OUT. Ctrl-C stops it; runs
+    that are finished are kept, and the same command trains the others.
     """
     kind = _kind(compare_loop, units)
     usual = {"loop": CHUNK, "units": options.UNITS_RUNS, "runs": DEFAULTS.runs}[kind]
@@ -84,8 +84,10 @@ def xor(
         else:
             _experiment(folder, names, device, threads, count, console)
     except KeyboardInterrupt:
+        wanted = [*names, FREE.name]
         console.print(
-            f"\nStopped. What is finished is in {folder.path}; the same command goes on from there."
+            f"\nStopped. {folder.finished_runs(wanted)} of {len(wanted) * settings.runs} runs are "
+            f"finished and kept in {folder.path}; the same command trains the others."
         )
         raise typer.Exit(130) from None
 
@@ -121,6 +123,9 @@ def _experiment(
     teacher = _teacher(folder, console)
     chunks = plan(folder, [*(VARIANTS[name] for name in names), FREE], workers)
     if chunks:
+        kept = folder.finished_runs([*names, FREE.name])
+        if kept:
+            console.print(f"{kept} runs are in {folder.path} already.")
         with _progress(console) as progress:
             work = sum(len(chunk.runs) for chunk in chunks) * folder.settings.epochs
             bar = progress.add_task("epochs of runs", total=work)
@@ -140,7 +145,7 @@ def _experiment(
     console.print(f"Wrote {folder.path}: results.json, {', '.join(path.name for path in figures)}")
     console.print(f"{(time.perf_counter() - started) / 60:.1f} minutes.")
     if folder.settings.runs < 1000:
-        console.print("The paper's 1000 runs: taut xor --runs 1000")
+        console.print("The paper's 1000 runs: taut xor --runs 1000, or make xor ARGS='--runs 1000'")
 
 
 def _teacher(folder: Folder, console: Console) -> Teacher:

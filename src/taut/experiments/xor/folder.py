@@ -73,6 +73,11 @@ class Folder:
         names = [path.stem.split("-") for path in sorted(self._chunks.glob(f"{variant}-*.npz"))]
         return [Chunk(variant, int(first), int(last)) for _, first, last in names]
 
+    def finished_runs(self, variants: list[str]) -> int:
+        """How many runs of these variants are saved."""
+        missing = sum(len(chunk.runs) for name in variants for chunk in self.missing(name, 1))
+        return len(variants) * self.settings.runs - missing
+
     def missing(self, variant: str, size: int) -> list[Chunk]:
         """The runs not yet trained, in chunks of at most `size`."""
         if self.is_complete(variant):

@@ -1,25 +1,21 @@
-"""The activation table (Table 1 of the paper) and the rows derived from it.
+"""The paper's activations (its Table 1).
 
-An activation is a *row*: a generalized sigmoid σ, its slope σ', its integral φ (so σ = φ'), its
-inverse u(z), the negative entropy ψ(z) = z·u(z) − φ(u(z)) and the range of σ. The row fixes the
-geometry of the projection: the Bregman divergence B(z‖v) = ψ(z) − ψ(v) − ψ'(v)(z − v).
+An activation is a generalized sigmoid σ with its slope σ', its integral φ (so σ = φ'), its inverse
+u(z), the negative entropy ψ(z) = z·u(z) − φ(u(z)) and the range of σ. It fixes the geometry of the
+projection: the Bregman divergence B(z‖v) = ψ(z) − ψ(v) − ψ'(v)(z − v).
 
 A new activation is one more `Activation(...)`; put it in `ACTIVATIONS` and every test runs on it.
 """
 
 import difflib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from taut.activation import Activation, Affine, Interval, Parameter, pointwise
+from taut.activations.activation import Activation, Interval, pointwise
 
 
 def _sigmoid(u: Tensor) -> Tensor:
@@ -118,7 +114,6 @@ linear = Activation(
     inverse=_identity,
     psi=_half_square,
     range=Interval(-math.inf, math.inf),
-    straight=True,
 )
 
 
@@ -215,7 +210,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 def resolve(activation: str | Activation) -> Activation:
-    """The row of that name, or the row itself.
+    """The activation of that name, or the activation itself.
 
     >>> resolve("tanh").name
     'tanh'
@@ -233,152 +228,3 @@ def resolve(activation: str | Activation) -> Activation:
             f"unknown activation {activation!r}.{hint} Known: {', '.join(sorted(ACTIVATIONS))}."
         )
     return ACTIVATIONS[activation]
-
-
-def _derive(
-    name: str, activation: str | Activation, shift: Any, scale: Any, temperature: Any
-) -> Activation:
-    activation = resolve(activation)
-    inner = activation.form or Affine(activation)
-    lower, upper = (shift + scale * end for end in (inner.ends.lower, inner.ends.upper))
-    return Affine(
-        inner.row,
-        shift + scale * inner.shift,
-        scale * inner.scale,
-        temperature * inner.temperature,
-        Interval(lower, upper),
-    ).activation(f"{name}({activation.name})")
-
-
-def _parameter(name: str, value: Any) -> Parameter:
-    if isinstance(value, Tensor):
-        if value.requires_grad:
-            raise ValueError(
-                f"{name} requires a gradient, and the projection has none for the parameters of "
-                f"its activation. Pass {name}.detach()."
-            )
-        if value.ndim > 1:
-            raise ValueError(f"{name} must be a number or a (K,) tensor; got {tuple(value.shape)}.")
-        value = value.detach().to(torch.float64, copy=True)  # what is edited later is not this row
-        return value if value.ndim else value.item()
-    return float(value)
-
-
-def _all(condition: bool | Tensor) -> bool:
-    return bool(condition.all()) if isinstance(condition, Tensor) else condition
-
-
-def _positive(name: str, value: Any) -> Parameter:
-    parameter = _parameter(name, value)
-    if not _all((parameter > 0) & (parameter < math.inf)):
-        raise ValueError(f"{name} must be positive and finite everywhere; got {value!r}.")
-    return parameter
-
-
-def bounded(lower: float | Float[Tensor, "K"], upper: float | Float[Tensor, "K"]) -> Activation:
-    """A sigmoid onto (lower, upper): lower + (upper − lower)·sigmoid(u).
-
-    >>> bounded(-1.0, 3.0).sigma(torch.tensor([0.0]))
-    tensor([1.])
-    """
-    low, high = _parameter("lower", lower), _parameter("upper", upper)
-    width = high - low
-    if not _all((width > 0) & (width < math.inf)):
-        raise ValueError(
-            f"bounded needs finite lower < upper everywhere; got lower={lower!r}, upper={upper!r}. "
-            "For one open end use exp, for none use linear."
-        )
-    return Affine(sigmoid, low, width, range=Interval(low, high)).activation("bounded")
-
-
-def weighted(activation: str | Activation, weights: float | Float[Tensor, "K"]) -> Activation:
-    """d·σ(u), weights d > 0: for example design weights of a survey.
-
-    >>> weighted(exp, 2.0).sigma(torch.tensor([0.0]))
-    tensor([2.])
-    """
-    return _derive("weighted", activation, 0.0, _positive("weights", weights), 1.0)
-
-
-def tempered(activation: str | Activation, temperature: float | Float[Tensor, "K"]) -> Activation:
-    """σ(u/τ), temperature τ > 0: a small τ is a hard decision.
-
-    >>> tempered(linear, 0.5).sigma(torch.tensor([1.0]))
-    tensor([2.])
-    """
-    return _derive("tempered", activation, 0.0, 1.0, _positive("temperature", temperature))
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class _Mixture:
-    """Rows applied to disjoint sets of coordinates, one call for each *kind* of row."""
-
-    rows: tuple[Activation, ...]
-    coordinates: tuple[Tensor, ...]
-    order: Tensor
-
-    def __call__(self, x: Tensor, function: str) -> Tensor:
-        if x.shape[-1] != len(self.order):
-            raise ValueError(
-                f"this mixed activation has {len(self.order)} coordinates; got a tensor of shape "
-                f"{tuple(x.shape)}, whose last dimension is {x.shape[-1]}."
-            )
-        parts = [
-            getattr(row, function)(x[..., index.to(x.device)])
-            for row, index in zip(self.rows, self.coordinates, strict=True)
-        ]
-        return torch.cat(parts, dim=-1)[..., self.order.to(x.device)]
-
-
-def mixed(activations: Sequence[str | Activation]) -> Activation:
-    """Each coordinate its own row.
-
-    >>> mixed(["exp", "linear"]).sigma(torch.tensor([0.0, 5.0]))
-    tensor([1., 5.])
-    """
-    if isinstance(activations, str) or len(activations) == 0:
-        raise ValueError(f"mixed needs one activation for each coordinate; got {activations!r}.")
-    forms = [a.form or Affine(a) for a in map(resolve, activations)]
-    for k, form in enumerate(forms):
-        parameters = (form.shift, form.scale, form.temperature, form.row.range.lower)
-        if any(isinstance(p, Tensor) for p in parameters):
-            raise ValueError(
-                f"mixed: the activation of coordinate {k} is itself one for many coordinates; "
-                "give each coordinate a row with numbers of its own."
-            )
-    kinds: dict[Activation, list[int]] = {}
-    for k, form in enumerate(forms):
-        kinds.setdefault(form.row, []).append(k)
-    rows = tuple(_stack([forms[k] for k in members]) for members in kinds.values())
-    coordinates = tuple(torch.tensor(members) for members in kinds.values())
-    mixture = _Mixture(rows, coordinates, torch.argsort(torch.cat(coordinates)))
-    ends = torch.zeros(len(forms), dtype=torch.float64)
-    lower, upper = ends.clone(), ends.clone()
-    for row, index in zip(rows, coordinates, strict=True):
-        lower[index], upper[index] = row.range.bounds(ends)
-    return Activation(
-        name="mixed",
-        sigma=partial(mixture, function="sigma"),
-        slope=partial(mixture, function="slope"),
-        phi=partial(mixture, function="phi"),
-        inverse=partial(mixture, function="inverse"),
-        psi=partial(mixture, function="psi"),
-        range=Interval(lower, upper),
-        parts=tuple(zip(rows, coordinates, strict=True)),
-    )
-
-
-def _stack(forms: list[Affine]) -> Activation:
-    row = forms[0].row
-    shift, scale, temperature = (
-        torch.tensor([getattr(form, name) for form in forms], dtype=torch.float64)
-        for name in ("shift", "scale", "temperature")
-    )
-    if bool(((shift == 0) & (scale == 1) & (temperature == 1)).all()):
-        return row
-    lower, upper = (
-        torch.tensor([getattr(form.ends, name) for form in forms], dtype=torch.float64)
-        for name in ("lower", "upper")
-    )
-    return Affine(row, shift, scale, temperature, Interval(lower, upper)).activation(row.name)

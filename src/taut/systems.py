@@ -1,16 +1,19 @@
-"""Newton's linear system (A diag(w) Aᵀ) s = r, solved for each sample alone."""
+"""The one linear system, (A diag(w) Aᵀ) s = r, solved for each sample alone.
+
+Steps of the solvers use the functions here; derivatives of all orders use `gram_solve`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from taut.linear import DenseMap, LinearMap
-from taut.rows import Rough, Rows
-from taut.sparse import SparseMap
+from taut.activations import Activation
+from taut.autograd import apply, lead
+from taut.maps import DenseMap, LinearMap
 
 
 @final
@@ -23,7 +26,7 @@ class Factor:
     scale: Float[Tensor, "N I"] | None  # of samples that had to be scaled to be factorised
 
     def solve(self, rhs: Float[Tensor, "N I"]) -> Float[Tensor, "N I"]:
-        """s with A diag(w) Aᵀ s = rhs; rows left out get s = 0."""
+        """s with A diag(w) Aᵀ s = rhs; equations left out get s = 0."""
         if self.left_out is not None:
             rhs = rhs.masked_fill(self.left_out, 0)
         if self.scale is None:
@@ -35,7 +38,7 @@ class Factor:
         half = torch.linalg.solve_triangular(self.triangle, rhs.unsqueeze(-1), upper=False)
         return torch.linalg.solve_triangular(self.triangle.mT, half, upper=True).squeeze(-1)
 
-    def rows(self, index: Tensor) -> "Factor":
+    def take(self, index: Tensor) -> "Factor":
         """The samples at `index`."""
         left_out = self.left_out
         if left_out is not None and left_out.ndim > 1:
@@ -54,17 +57,17 @@ class SharedFactor:
     left_out: Bool[Tensor, "I"] | None
 
     def solve(self, rhs: Float[Tensor, "N I"]) -> Float[Tensor, "N I"]:
-        """s with A diag(w) Aᵀ s = rhs; rows left out get s = 0."""
+        """s with A diag(w) Aᵀ s = rhs; equations left out get s = 0."""
         if self.left_out is not None:
             rhs = rhs.masked_fill(self.left_out, 0)
         return self.inverse.apply(rhs)
 
-    def rows(self, index: Tensor) -> "SharedFactor":
+    def take(self, index: Tensor) -> "SharedFactor":
         """The samples at `index`."""
         return self
 
 
-def share(A: DenseMap, w: Float[Tensor, "K"], left_out: Bool[Tensor, "I"] | None) -> SharedFactor:
+def share(A: LinearMap, w: Float[Tensor, "K"], left_out: Bool[Tensor, "I"] | None) -> SharedFactor:
     """`factorise` for all samples at once.
 
     >>> A, w = DenseMap(torch.ones(1, 4)), torch.ones(4)
@@ -84,7 +87,7 @@ def factorise(
 ) -> Factor:
     """Factorise A diag(w) Aᵀ for each sample.
 
-    Cholesky's factorisation does not mind rows of very different size. Where the matrix is
+    Cholesky's factorisation does not mind equations of very different size. Where the matrix is
     singular to rounding, the least multiple of its diagonal that mends it is added.
 
     >>> A, w = DenseMap(torch.ones(1, 4)), torch.ones(1, 4)
@@ -95,8 +98,8 @@ def factorise(
     if left_out is not None:
         gram = gram.masked_fill(left_out.unsqueeze(-1) | left_out.unsqueeze(-2), 0)
         gram = gram + torch.diag_embed(left_out.to(gram.dtype))
-    if isinstance(A, SparseMap):
-        # Its rows have not been examined: keep those that others imply from running off.
+    if A.sparse:
+        # Its equations were not looked at: keep those that others imply from running off.
         gram.diagonal(dim1=-2, dim2=-1).mul_(1 + _lift(gram))
     triangle, info = torch.linalg.cholesky_ex(gram)
     if not bool(info.any()):
@@ -112,7 +115,7 @@ def _factorise_singular(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Scale to a unit diagonal, and add the least that makes the matrix positive definite."""
     scale = gram.diagonal(dim1=-2, dim2=-1).rsqrt().nan_to_num(0.0, 0.0, 0.0)
     unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    # Without a number in it no multiple helps; what is not a number stays so.
+    # NaN would keep the loop below from ending: no multiple of the diagonal removes it.
     unit = unit.nan_to_num(0.0, 0.0, 0.0)
     lift = _lift(gram)
     triangle, info = unit, torch.ones(len(unit), dtype=torch.int32, device=gram.device)
@@ -142,8 +145,8 @@ def solve_gram(
     rhs: Float[Tensor, "N I"],
     left_out: Bool[Tensor, "*n I"] | None,
 ) -> Float[Tensor, "N I"]:
-    """s with A diag(w) Aᵀ s = rhs to rounding; rows in `left_out` get s = 0."""
-    if isinstance(A, SparseMap) and A.iterative:
+    """s with A diag(w) Aᵀ s = rhs to rounding; equations in `left_out` get s = 0."""
+    if A.iterative:
         w = _floored(w)
         diagonal = A.gram_diagonal(w)
         inverse = torch.where(diagonal > 0, diagonal.reciprocal(), torch.zeros_like(diagonal))
@@ -151,13 +154,34 @@ def solve_gram(
         return conjugate_gradient(A, w, rhs, inverse.mul, eps, 10 * rhs.shape[-1])
     factor = factorise(A, w, left_out)
     s = factor.solve(rhs)
-    if isinstance(A, SparseMap):  # refine, to take back what was added to the diagonal
+    if A.sparse:  # refine, to take back what was added to the diagonal
         s = s + factor.solve(rhs - A.apply(w * A.adjoint(s)))
     return s
 
 
+@final
+class Rough(NamedTuple):
+    """A shared, well-conditioned A of many equations: float32, its rows of length 1."""
+
+    unit: DenseMap
+    inverse: DenseMap  # of unit·unitᵀ
+    norms: Float[Tensor, "I"]
+
+    @staticmethod
+    def of(A: Float[Tensor, "I K"]) -> "Rough":
+        """What `solve` and `solve_gram_roughly` need of A."""
+        norms = A.norm(dim=-1, keepdim=True)
+        unit = A / norms
+        inverse = torch.cholesky_inverse(torch.linalg.cholesky(unit @ unit.mT))
+        return Rough(DenseMap(unit.float()), DenseMap(inverse.float()), norms.squeeze(-1))
+
+    def solve(self, rhs: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        """(A Aᵀ)⁻¹ rhs, to a few digits."""
+        return self.inverse.apply((rhs / self.norms).float()).to(rhs.dtype) / self.norms
+
+
 def solve_gram_roughly(
-    rows: Rows,
+    A: LinearMap,
     rough: Rough,
     w: Float[Tensor, "N K"],
     rhs: Float[Tensor, "N I"],
@@ -180,8 +204,7 @@ def solve_gram_roughly(
     solution = solution.to(rhs.dtype).mul_(size / largest).div_(norms)
     index = uneven.nonzero().squeeze(-1)
     if len(index):
-        direct = solve_gram(rows.basis, w[index], rhs[index], rows.left_out)
-        solution.index_copy_(0, index, direct)
+        solution.index_copy_(0, index, solve_gram(A, w[index], rhs[index], None))
     return solution, uneven
 
 
@@ -196,7 +219,7 @@ def conjugate_gradient(
     """s with A diag(w) Aᵀ s = rhs, the matrix only applied, never formed.
 
     `accuracy` is that of s in the norm of the preconditioner, relative to the start. A sample
-    that has reached it stands still, so its neighbours do not change its bits.
+    that has reached it stands still.
 
     >>> A, w, rhs = DenseMap(torch.eye(2)), torch.tensor([[2.0, 4.0]]), torch.tensor([[2.0, 2.0]])
     >>> conjugate_gradient(A, w, rhs, lambda r: r / w, 1e-6, 10)
@@ -219,3 +242,108 @@ def conjugate_gradient(
         previous, energy = energy, (rest * scaled).sum(-1, keepdim=True)
         step = torch.where(unfinished, torch.addcmul(scaled, energy / previous, step), step)
     return solution
+
+
+@runtime_checkable
+class Known(Protocol):
+    """What is known of an A and a σ, or how to find out: a `Prepared`, or the promise of one."""
+
+    activation: Activation
+    map: LinearMap
+    finite: bool  # is it known that A holds numbers only?
+    backend: Any
+
+    @property
+    def line(self) -> bool:
+        """Is σ a line, so that all samples have the same slopes?"""
+        ...
+
+    def basis_of(self, A: LinearMap) -> Any:
+        """The basis for A."""
+        ...
+
+    def basis_in(self, dtype: torch.dtype) -> Any:
+        """The basis in the dtype of a solver."""
+        ...
+
+    def take(self, index: Tensor) -> "Known":
+        """For the samples at `index`, where each has its A."""
+        ...
+
+    def repeated(self, times: int) -> "Known":
+        """The same for a batch that is `times` this one."""
+        ...
+
+    def anew(self, A: LinearMap) -> "Known":
+        """For another A, which cannot be looked at yet."""
+        ...
+
+
+def gram_solve(
+    w: Float[Tensor, "n K"], A: LinearMap, rhs: Float[Tensor, "n I"], known: Known
+) -> Float[Tensor, "n I"]:
+    """s with A diag(w) Aᵀ s = rhs, differentiable in w, A and rhs as often as needed."""
+    return cast(Tensor, apply(_GramSolve, w, A.data, rhs, A, known))
+
+
+@final
+class _GramSolve(torch.autograd.Function):
+    """s = (A diag(w) Aᵀ)⁻¹ r. Its derivatives are the same function.
+
+    With t = (A diag(w) Aᵀ)⁻¹ g: ∂r = t, ∂w = −Aᵀt ∘ Aᵀs, ∂A = −t (w∘Aᵀs)ᵀ − s (w∘Aᵀt)ᵀ.
+    """
+
+    @staticmethod
+    def forward(w: Tensor, data: Tensor, rhs: Tensor, A: LinearMap, known: Known) -> Tensor:
+        basis = known.basis_of(A.over(data))
+        dtype = basis.map.data.dtype
+        flat = basis.restrict(basis.project(rhs.to(dtype)))
+        w = w.to(dtype)
+        if known.line and basis.map.shared and not basis.map.sparse and len(w):
+            s = share(basis.map, w[0], basis.left_out).solve(flat)
+        else:
+            s = solve_gram(basis.map, w, flat, basis.left_out)
+        s = basis.project(basis.leave(s)).to(rhs.dtype)
+        # Where all slopes of an equation have underflowed it moves nothing and has no gradient.
+        return s.where(s.isfinite(), 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        w, data, _, ctx.map, ctx.known = inputs
+        ctx.save_for_backward(w, data, output)
+        ctx.save_for_forward(w, data, output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        w, data, s = ctx.saved_tensors
+        A = ctx.map.over(data)
+        t = gram_solve(w, A, grads[0], ctx.known)
+        forth, back = A.adjoint(s), A.adjoint(t)
+        dA = None
+        if ctx.needs_input_grad[1]:
+            dA = -A.outer(t, w * forth) - A.outer(s, w * back)
+        return -back * forth, dA, t, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dw: Any, dA: Any, drhs: Any, *_: Any) -> Tensor:
+        w, data, s = ctx.saved_tensors
+        A = ctx.map.over(data)
+        forth = A.adjoint(s)
+        rhs = torch.zeros_like(s) if drhs is None else drhs
+        if dw is not None:
+            rhs = rhs - A.apply(dw * forth)
+        if dA is not None:
+            change = ctx.map.over(dA)
+            rhs = rhs - change.apply(w * forth) - A.apply(w * change.adjoint(s))
+        return gram_solve(w, A, rhs, ctx.known)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, w: Tensor, data: Tensor, rhs: Tensor, *rest: Any) -> tuple:
+        """A batch of batches is a batch: the mapped dimension joins N."""
+        (A, known), size = rest, info.batch_size
+        w, rhs = lead(w, in_dims[0], size), lead(rhs, in_dims[2], size)
+        A = A.joined(data, in_dims[1], size, w.shape[1])
+        if in_dims[1] is None:
+            known = known.repeated(size)
+        s = gram_solve(w.flatten(0, 1), A, rhs.flatten(0, 1), known)
+        return s.unflatten(0, w.shape[:2]), 0

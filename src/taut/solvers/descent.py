@@ -4,13 +4,11 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from taut.dual import Dual
-from taut.rows import Rows
-from taut.solution import Status
-from taut.solver import Outcome, Solver, relative, rounding_scale
+from taut.outcome import Outcome, Status
+from taut.problems import Linear, Problem
+from taut.solvers.base import Solver, Task, enter, leave, relative
 
 
 @final
@@ -52,15 +50,20 @@ class GradientDescent(Solver):
                 f"step={self.step!r}, min_step={self.min_step!r}, threshold={self.threshold!r}."
             )
 
-    def solve(
-        self, dual: Dual, rows: Rows, init: Float[Tensor, "N I"], group_size: int, eps: float
-    ) -> Outcome:
-        size = max(1, group_size)
-        groups = len(dual.v) // size
-        place = torch.arange(len(dual.v), device=dual.v.device).reshape(groups, size)
+    def solve(self, problem: Problem) -> Outcome:
+        if not isinstance(problem, Linear):
+            raise TypeError("GradientDescent solves equations only: use taut.Newton.")
+        task, start, finite = enter(problem, self.dtype or problem.v.dtype)
+        return leave(problem, task, finite, self._descend(task, start, problem.group))
+
+    def _descend(self, task: Task, init: Tensor, group: int) -> tuple:
+        """λ, u, z, iterations and status of every sample."""
+        size = max(1, group)
+        groups = len(task.v) // size
+        place = torch.arange(len(task.v), device=task.v.device).reshape(groups, size)
         multipliers = init.clone()
         iterations = torch.full_like(place[:, 0], self.max_iterations)
-        active, part, point = torch.arange(groups, device=place.device), dual, init
+        active, part, point = torch.arange(groups, device=place.device), task, init
         running = torch.ones_like(active, dtype=torch.bool)
         alpha = torch.full((groups,), self.step, dtype=init.dtype, device=init.device)
         loss, gradient = _average_and_gradient(part, point, size)
@@ -90,28 +93,28 @@ class GradientDescent(Solver):
             # Groups that are done are carried along until leaving them out pays for the copy.
             if int(running.sum()) <= 0.75 * len(running):
                 kept = running.repeat_interleave(size)
-                part = dual.rows(place[active[running]].flatten())
+                part = task.take(place[active[running]].flatten())
                 point, gradient = point[kept], gradient[kept]
                 active, alpha, loss = active[running], alpha[running], loss[running]
                 running = running[running]
         still = place[active[running]].flatten()
         multipliers[still] = point[running.repeat_interleave(size)]
-        return self._outcome(dual, multipliers, iterations.repeat_interleave(size), eps)
+        return self._judged(task, multipliers, iterations.repeat_interleave(size))
 
-    def _outcome(self, dual: Dual, multipliers: Tensor, iterations: Tensor, eps: float) -> Outcome:
-        u = dual.predictor(multipliers)
-        z = dual.activation.sigma(u)
-        level = relative(dual.residual(z), rounding_scale(dual, u, z))
-        converged = level <= max(self.threshold, 16 * eps)
+    def _judged(self, task: Task, multipliers: Tensor, iterations: Tensor) -> tuple:
+        u = task.A.shifted_adjoint(task.v, multipliers)
+        z = task.activation.sigma(u)
+        level = relative(task.residual(z), task.rounding_scale(u, z))
+        converged = level <= max(self.threshold, 16 * task.eps)
         status = torch.where(converged, int(Status.CONVERGED), int(Status.MAX_ITERATIONS))
-        return Outcome(multipliers, u, z, iterations, status)
+        return multipliers, u, z, iterations, status
 
 
-def _average_and_gradient(dual: Dual, multipliers: Tensor, size: int) -> tuple[Tensor, Tensor]:
+def _average_and_gradient(task: Task, multipliers: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """The average of D in each group, and ∇D of each sample, from one u."""
-    u = dual.predictor(multipliers)
-    phi, linear = dual.activation.phi(u), dual.b * multipliers
+    u = task.A.shifted_adjoint(task.v, multipliers)
+    phi, linear = task.activation.phi(u), task.b * multipliers
     groups = len(u) // size
     # One long sum over a group is much faster than one over each sample and then over these.
     phi, linear = (x.reshape(groups, size * x.shape[-1]).sum(-1) for x in (phi, linear))
-    return (phi - linear) / size, dual.residual(dual.activation.sigma(u))
+    return (phi - linear) / size, task.residual(task.activation.sigma(u))

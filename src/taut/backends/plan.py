@@ -1,23 +1,20 @@
-"""A and σ laid out for the compiled kernel: rows reordered and filled up, σ as numbers."""
+"""A and σ laid out for the compiled kernel: equations reordered and filled up, σ as numbers."""
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
 
-from taut.activation import Activation, Affine
-from taut.activations import exp, linear, sigmoid, tanh
-from taut.linear import DenseMap
-from taut.pairs import Pairs
-from taut.rows import Rows
+from taut.activations import Activation, linear
+from taut.activations.codes import KINDS, codes, is_line
+from taut.analysis import Basis
+from taut.maps.pairs import Pairs
 
 TILE = 4  # as in csrc/calls.h
-# By function, not by row: a row that comes out of a file is another object.
-_KINDS = {exp.sigma: 0, sigmoid.sigma: 1, tanh.sigma: 2, linear.sigma: 3}
-# Beyond these, the samples worked on no longer fit a cache, and the gain is gone.
+# Beyond this, the samples worked on no longer fit a cache, and the gain is gone.
 _MAX_OUTPUTS = 2**17
 # Finding so many products of two non-zeros takes half a second and 200 MB.
 _MAX_PRODUCTS = 2**21
@@ -28,87 +25,75 @@ _MAX_PRODUCTS = 2**21
 class Plan:
     """What csrc/calls.h describes: sizes, and arrays by name."""
 
-    outputs: int  # K, filled up
-    given: int
-    rows: int
-    kept: int
-    disjoint: int
-    constraints: int
-    positive: bool
+    sizes: dict[str, int]
     arrays: dict[str, Tensor]
 
+    @property
+    def constraints(self) -> int:
+        """I."""
+        return self.sizes["constraints"]
 
-def make_plan(rows: Rows, activation: Activation, max_rows: int) -> Plan | None:
-    """The plan of `rows` and `activation`; None where the kernel cannot help.
+    @property
+    def work(self) -> int:
+        """About how many products of two numbers one evaluation of a sample takes."""
+        return self.sizes["outputs"] * (self.sizes["kept"] + 8)
 
-    >>> from taut.rows import analyse
-    >>> plan = make_plan(analyse(torch.ones(1, 3, dtype=torch.float64), 1e-16), sigmoid, 8)
-    >>> plan.given, plan.outputs, plan.kept
+
+def make_plan(basis: Basis, activation: Activation) -> Plan | None:
+    """The plan of a dense, shared A; None where the kernel cannot help.
+
+    >>> from taut.activations import sigmoid
+    >>> from taut.analysis import analyse
+    >>> plan = make_plan(analyse(torch.ones(1, 3, dtype=torch.float64), 1e-16), sigmoid)
+    >>> plan.sizes["given"], plan.sizes["outputs"], plan.sizes["kept"]
     (3, 4, 4)
     """
-    A = rows.basis
-    if not isinstance(A, DenseMap) or rows.transform is not None or 0 in A.shape:
-        return None
-    if A.data.dtype != torch.float64 or A.data.device.type != "cpu":
-        return None
+    A = basis.map.data
     constraints, given = A.shape
     functions = _functions(activation, given)
-    if functions is None or constraints > max_rows or given > _MAX_OUTPUTS:
+    if functions is None or given > _MAX_OUTPUTS:
         return None
-    kept = (
-        torch.ones(constraints, dtype=torch.bool, device="cpu")
-        if rows.left_out is None
-        else ~rows.left_out
-    )
-    sparse = _mostly_zeros(A.data)
-    disjoint = _disjoint(A.data, kept) if sparse else torch.zeros_like(kept)
+    out = basis.left_out
+    kept = torch.ones(constraints, dtype=torch.bool, device="cpu") if out is None else ~out
+    sparse = _mostly_zeros(A)
+    disjoint = _disjoint(A, kept) if sparse else torch.zeros_like(kept)
     parts = [x.nonzero().squeeze(-1) for x in (disjoint, kept & ~disjoint, ~kept)]
     first, worked = len(parts[0]), len(parts[0]) + len(_filled(parts[1]))
     order = _filled(torch.cat([parts[0], _filled(parts[1]), parts[2]]))
-    a = A.data.new_zeros(len(order), len(functions["kind"]))
-    a[order >= 0, :given] = A.data[order[order >= 0]]
+    a = A.new_zeros(len(order), len(functions["kind"]))
+    a[order >= 0, :given] = A[order[order >= 0]]
     absolute = a.abs()
     arrays = functions | {"order": order, "a": a, "absolute": absolute, "sizes": absolute.sum(-1)}
     if sparse:
         arrays |= _lists(a, worked)
     w = functions["scale"] / functions["temperature"]
     inverses = {"flat": _inverse(a[:worked], torch.ones_like(w))}
-    if activation.straight:
+    if is_line(activation):
         inverses["inverse"] = _inverse(a[:worked], w)
     if not all(bool(inverse.isfinite().all()) for inverse in inverses.values()):
         return None
-    arrays |= inverses
-    positive = activation.range.positive and bool((A.data >= 0).all())
-    arrays = {name: array.contiguous() for name, array in arrays.items()}
-    return Plan(a.shape[1], given, len(order), worked, first, constraints, positive, arrays)
-
-
-@lru_cache(maxsize=16)
-def _functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
-    """Kind and parameters of σ, output by output."""
-    outputs = given + -given % TILE
-    kind = torch.full((outputs,), _KINDS[linear.sigma], dtype=torch.int8, device="cpu")
-    start = {
-        "shift": 0.0,
-        "scale": 1.0,
-        "temperature": 1.0,
-        "lower": -torch.inf,
-        "upper": torch.inf,
+    sizes = {
+        "outputs": a.shape[1],
+        "given": given,
+        "rows": len(order),
+        "kept": worked,
+        "disjoint": first,
+        "constraints": constraints,
+        "positive": activation.range.positive and bool((A >= 0).all()),
     }
-    like = kind.double()
-    numbers = {name: torch.full_like(like, value) for name, value in start.items()}
-    for row, index in activation.parts or ((activation, slice(given)),):
-        form = row.form or Affine(row)
-        if form.row.sigma not in _KINDS:
-            return None
-        kind[index] = _KINDS[form.row.sigma]
-        values = {name: getattr(form, name) for name in ("shift", "scale", "temperature")}
-        if form.row.range.bounded:
-            values |= {"lower": form.ends.lower, "upper": form.ends.upper}
-        for name, value in values.items():
-            numbers[name][index] = torch.as_tensor(value, dtype=torch.float64, device="cpu")
-    plain = (numbers["shift"] == 0) & (numbers["scale"] == 1) & (numbers["temperature"] == 1)
-    return numbers | {"kind": kind, "plain": plain.to(torch.int8)}
+    return Plan(sizes, {name: x.contiguous() for name, x in (arrays | inverses).items()})
+
+
+def _functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
+    """The codes of σ, filled up with lines to a multiple of TILE."""
+    found, more = codes(activation, given), -given % TILE
+    if found is None:
+        return None
+    fill = {"kind": KINDS.index(linear), "shift": 0.0, "scale": 1.0, "temperature": 1.0}
+    fill |= {"lower": -torch.inf, "upper": torch.inf}
+    arrays = {name: pad(x, (0, more), value=fill[name]) for name, x in found._asdict().items()}
+    plain = (arrays["shift"] == 0) & (arrays["scale"] == 1) & (arrays["temperature"] == 1)
+    return arrays | {"plain": plain.to(torch.int8)}
 
 
 def _mostly_zeros(A: Float[Tensor, "I K"]) -> bool:
@@ -117,7 +102,7 @@ def _mostly_zeros(A: Float[Tensor, "I K"]) -> bool:
 
 
 def _disjoint(A: Float[Tensor, "I K"], kept: Bool[Tensor, "I"]) -> Bool[Tensor, "I"]:
-    """Rows that share no output with each other, taken as they come."""
+    """Equations that share no output with each other, taken as they come."""
     support, used = A != 0, A.new_zeros(A.shape[1], dtype=torch.bool)
     chosen = torch.zeros_like(kept)
     for i in kept.nonzero().squeeze(-1).tolist():

@@ -1,16 +1,11 @@
 /* Newton's method for a batch with one A, LANES samples at a time: each in a lane of its own, so
  * that what becomes of it depends on no other. Only easy samples are decided here, and only as
- * solved; every other is left to the caller. The rules are those of step.py and newton.py. */
+ * solved; every other is left to the caller. The rules are those of solvers/. */
 #ifndef TAUT_NEWTON_H
 #define TAUT_NEWTON_H
 
 #include "factor.h"
 #include "state.h"
-
-#define REACH 5.0
-#define TRIALS 20
-#define CHORDS 5
-#define EPS 0x1p-52
 
 INLINE lanes dot(const Plan *p, const lanes *x, const lanes *y) {
     lanes sum = all(0.0);
@@ -44,48 +39,50 @@ INLINE lanes span(const Plan *p, const lanes *x) {
     return largest;
 }
 
-/* The step where Newton's is hopeless: _damped of step.py. The factor is lost. */
-PART void damp(const Plan *p, Work *x, mask *which) {
+/* The step where Newton's is hopeless: _damped of solvers/step.py. The factor is lost. */
+PART void damp(const Plan *p, const Rules *r, Work *x, mask *which) {
     for (int64_t i = 0; i < p->kept; i++) x->trial[i] = -x->residual[i];
     multiply(p, p->flat, x->trial, x->y);
-    lanes mu = span(p, x->trial) / 200.0;
+    lanes mu = span(p, x->trial) / r->damped;
     for (int64_t k = 0; k < p->outputs; k++) x->y[k] = x->w[k] + mu;
     form_gram(p, x->y, x->gram);
-    factorise(p, x->gram, x->diagonal, which);
+    factorise(p, x->gram, x->diagonal, r->pivot, which);
     find_step(p, x, *which);
 }
 
 /* From whole steps that were not good, of reach `far`: back, and shorter or longer ones. What is
  * left in `which` is where none was found. */
 PART void search(const Plan *p, const Solve *s, Work *x, lanes first, lanes far, mask *which) {
-    mask todo = *which, wild = todo & ~(far <= 20 * REACH);
+    const Rules *r = s->rules;
+    mask todo = *which, wild = todo & ~(far <= r->wild * r->reach);
     move(p, x, all(-1.0), todo);
     if (any(wild)) {
         evaluate(p, s, x);
-        damp(p, x, &wild);
+        damp(p, r, x, &wild);
         first = choose(wild, absolute(dot(p, x->step, x->residual)), first);
         far = choose(wild, span(p, x->step), far);
     }
-    lanes low = all(0.0), alpha = at_most(REACH / far, all(1.0)), now = low;
+    lanes low = all(0.0), alpha = at_most(r->reach / far, all(1.0)), now = low;
     mask growing = todo;
-    for (int trial = 0; trial < TRIALS && any(todo); trial++) {
+    for (int trial = 0; trial < r->trials && any(todo); trial++) {
         move(p, x, alpha - now, todo);
         now = choose(todo, alpha, now);
         evaluate(p, s, x);
         lanes h = dot(p, x->step, x->residual);
-        mask too_long = todo & ~(h <= 0.5 * first), too_short = todo & growing & (h < -0.3 * first);
-        lanes cut = at_most(at_least(first / (first + h), all(0.1)), all(0.5));
-        cut = choose(cut == cut, cut, all(0.1));
-        growing = too_short & (alpha < 16.0);
+        mask too_long = todo & ~(h <= r->overshoot * first);
+        mask too_short = todo & growing & (h < -r->undershoot * first);
+        lanes cut = at_most(at_least(first / (first + h), all(r->cut)), all(0.5));
+        cut = choose(cut == cut, cut, all(r->cut));
+        growing = too_short & (alpha < r->longest);
         lanes cut_to = low + (alpha - low) * cut;
         low = choose(too_short, alpha, low);
-        alpha = choose(too_long, cut_to, choose(too_short, 4.0 * alpha, alpha));
+        alpha = choose(too_long, cut_to, choose(too_short, r->growth * alpha, alpha));
         todo = too_long | too_short;
     }
     *which = todo;
 }
 
-/* A better start where exp begins far too high, if there is one: _lower of newton.py */
+/* A better start where exp begins far too high, if there is one: _lower of solvers/newton.py */
 PART void lower(const Plan *p, const Solve *s, Work *x, mask lost) {
     lanes shift = all(0.0), best = all(INFINITY);
     memcpy(x->step, x->multipliers, p->kept * sizeof *x->step);
@@ -115,7 +112,7 @@ PART void lower(const Plan *p, const Solve *s, Work *x, mask lost) {
 
 /* More steps with the same factor, while each gains a digit */
 INLINE void repeat(const Plan *p, const Solve *s, Work *x, mask which) {
-    for (int time = 0; time < CHORDS; time++) {
+    for (int time = 0; time < s->rules->chords; time++) {
         which &= x->relative > s->target;
         if (!any(which)) return;
         lanes before = x->relative;
@@ -123,7 +120,7 @@ INLINE void repeat(const Plan *p, const Solve *s, Work *x, mask which) {
         move(p, x, all(1.0), which);
         evaluate(p, s, x);
         mask worse = which & ~(x->relative < before);
-        which &= x->relative < 0.1 * before;
+        which &= x->relative < s->rules->gain * before;
         if (any(worse)) {
             move(p, x, all(-1.0), worse);
             evaluate(p, s, x);
@@ -133,9 +130,10 @@ INLINE void repeat(const Plan *p, const Solve *s, Work *x, mask which) {
 
 /* Which samples are solved: to the target, or to the rounding of what the residual is made of */
 INLINE mask judge(const Plan *p, const Solve *s, Work *x, lanes stalls) {
-    const double own = 8 * EPS;
+    const Rules *r = s->rules;
+    const double own = r->unit;
     mask solved = x->relative <= s->target, still = stalls > 0.0;
-    mask near = x->relative <= choose(still, all(1e-7), all(1e3 * own));
+    mask near = x->relative <= choose(still, all(r->still), all(r->near * own));
     if (!any(near & ~solved)) return solved;
     lanes size;
     level(p, x, &size);
@@ -144,6 +142,7 @@ INLINE mask judge(const Plan *p, const Solve *s, Work *x, lanes stalls) {
 }
 
 PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
+    const Rules *r = s->rules;
     read_outputs(p, x->v, s->v, first, s->samples, s->single);
     memcpy(x->u, x->v, p->outputs * sizeof *x->v);
     read_rows(p, x->b, s->b, s->b_stride, first, s->samples, s->single);
@@ -155,11 +154,11 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
     evaluate(p, s, x);
     mask lost = x->relative != x->relative;
     for (int64_t i = 0; i < p->rows; i++)
-        lost |= ~(absolute(x->residual[i]) <= 1e4 * (1.0 + x->size[i]));
+        lost |= ~(absolute(x->residual[i]) <= r->lost * (1.0 + x->size[i]));
     lanes start = x->reach;
     if (any(lost)) lower(p, s, x, lost);
     lanes best = all(INFINITY), stalls = all(0.0), iterations = all(0.0);
-    mask solved = stalls > 0.0, open = (x->relative < INFINITY) & (start < 1e3);
+    mask solved = stalls > 0.0, open = (x->relative < INFINITY) & (start < r->far);
     for (int64_t iteration = 0; any(open); iteration++) {
         mask gained = x->relative < 0.5 * best;
         stalls = choose(gained, all(0.0), stalls + 1.0);
@@ -171,21 +170,22 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
         if (iteration == s->limit || !any(open)) break;
         if (!p->inverse) {
             TIMED(HESSIAN, form_gram(p, x->w, x->gram));
-            TIMED(FACTORISATION, factorise(p, x->gram, x->diagonal, &open));
+            TIMED(FACTORISATION, factorise(p, x->gram, x->diagonal, r->pivot, &open));
         }
         TIMED(FACTORISATION, find_step(p, x, open));
         lanes from = absolute(dot(p, x->step, x->residual)), before = x->relative;
         move(p, x, all(1.0), open);
         evaluate(p, s, x);
         lanes far = x->reach;
-        mask good = (absolute(dot(p, x->step, x->residual)) <= 0.4 * from) & (far <= REACH);
+        mask good = (absolute(dot(p, x->step, x->residual)) <= r->level * from) & (far <= r->reach);
         if (p->inverse) { /* σ is a line: there is no better step, and no factor to search with */
             good = x->relative < INFINITY;
             open &= good;
         }
         mask bad = open & ~good;
         lanes gain = 2.0 * x->relative / before;
-        lanes left = x->relative * gain * gain * gain * gain * gain;
+        lanes left = x->relative;
+        for (int time = 0; time < r->chords; time++) left *= gain;
         repeat(p, s, x, open & good & (left <= s->target));
         if (any(bad)) {
             TIMED_AS_ONE(LINE_SEARCH, search(p, s, x, from, far, &bad));
@@ -209,8 +209,8 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
     for (int l = 0; l < LANES && first + l < s->samples; l++) {
         s->iterations[first + l] = (int64_t)iterations[l];
         put(s->residual, first + l, s->single, residual[l]);
-        s->solved[first + l] = fit[l] && solved[l];
-        if (s->solved[first + l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
+        s->status[first + l] = fit[l] && solved[l] ? 0 : -1;
+        if (!s->status[first + l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
     }
 }
 

@@ -138,7 +138,7 @@ PART void evaluate(const Plan *p, const Solve *s, Work *x) {
     TIMED(PRODUCTS, compare(p, s, x, most));
 }
 
-/* The residual against the size of what is rounded in it: rounding_scale of solver.py. */
+/* The residual against the size of what is rounded in it: rounding_scale of solvers/base.py. */
 PART void level(const Plan *p, Work *x, lanes *to) {
     lanes largest = all(0.0), terms[TILE];
     for (int64_t k = 0; k < p->outputs; k++)
@@ -153,7 +153,7 @@ PART void level(const Plan *p, Work *x, lanes *to) {
     *to = largest;
 }
 
-/* |b|; for an entry that is 0, what the others let one expect of its row: _size_of_b of newton.py */
+/* |b|; for an entry that is 0, what the others let one expect of its row: size_of_b of solvers/newton.py */
 PART void size_of_b(const Plan *p, Work *x) {
     lanes natural = all(0.0), largest = all(1e-30);
     int zeros = 0, nothing = 0;

@@ -1,13 +1,16 @@
-"""What an activation is: one row of the paper's Table 1."""
+"""What an activation is: a line of the paper's Table 1."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, cast, final
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from taut.activations.derived import Affine, Mixture
 
 Elementwise = Callable[[Tensor], Tensor]
 Parameter = float | Tensor  # a number, or one number for each coordinate: shape (K,)
@@ -24,6 +27,7 @@ class _Pointwise(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
         ctx.derivative = inputs[2]
 
     @staticmethod
@@ -32,10 +36,15 @@ class _Pointwise(torch.autograd.Function):
         return grads[0] * ctx.derivative(x), None, None
 
     @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return tangent * ctx.derivative(x)
+
+    @staticmethod
     def vmap(
         info: Any, in_dims: tuple, x: Tensor, f: Elementwise, derivative: Elementwise
     ) -> tuple:
-        # Parameters of a row belong to the last dimension, so the mapped one goes to the front.
+        # Parameters belong to the last dimension, so the mapped one goes to the front.
         return _Pointwise.apply(x.movedim(in_dims[0], 0), f, derivative), 0
 
 
@@ -90,7 +99,7 @@ class Interval:
 @final
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """One row of the table. All functions are elementwise torch functions.
+    """σ and all that belongs to it. All functions are elementwise torch functions.
 
     >>> import taut
     >>> taut.activations.sigmoid.sigma(torch.tensor([0.0]))
@@ -106,10 +115,8 @@ class Activation:
     inverse: Elementwise
     psi: Elementwise
     range: Interval
-    form: "Affine | None" = field(default=None, repr=False)  # how a derived row was made
-    straight: bool = field(default=False, repr=False)  # is σ a line? Then σ' knows nothing of u
-    # Rows for some coordinates each, where that is what this row is.
-    parts: "tuple[tuple[Activation, Tensor], ...] | None" = field(default=None, repr=False)
+    # How it was made from others, where it was: codes.py turns that into numbers.
+    _form: "Affine | Mixture | None" = field(default=None, repr=False)
 
     def output(self, u: Tensor) -> Tensor:
         """σ(u) whose derivative is `slope`, which keeps its digits where σ has saturated.
@@ -159,79 +166,3 @@ class Activation:
 def pointwise(f: Elementwise, derivative: Elementwise, x: Tensor) -> Tensor:
     """f(x) with `derivative(x)` as its derivative, which must itself be differentiable."""
     return cast(Tensor, _Pointwise.apply(x, f, derivative))
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Affine:
-    """shift + scale·σ(u/temperature): the one form of bounded, weighted and tempered rows.
-
-    With p = (z − shift)/scale: φ → shift·u + scale·temperature·φ(u/temperature), u(z) →
-    temperature·u(p), ψ → scale·temperature·ψ(p). The form is closed under composition.
-    """
-
-    row: Activation
-    shift: Parameter = 0.0
-    scale: Parameter = 1.0
-    temperature: Parameter = 1.0
-    range: Interval | None = None  # known better than shift + scale·(range of the row)
-
-    @cached_property
-    def ends(self) -> Interval:
-        """The range."""
-        if self.range is not None:
-            return self.range
-        ends = (self.row.range.lower, self.row.range.upper)
-        lower, upper = (self.shift + self.scale * end for end in ends)
-        return Interval(lower, upper)
-
-    def _like(self, x: Tensor) -> tuple[Any, Any, Any]:
-        shift, scale, temperature = (
-            p.to(dtype=x.dtype, device=x.device) if isinstance(p, Tensor) else p
-            for p in (self.shift, self.scale, self.temperature)
-        )
-        return shift, scale, temperature
-
-    def sigma(self, u: Tensor) -> Tensor:
-        shift, scale, temperature = self._like(u)
-        z = shift + scale * self.row.sigma(u / temperature)
-        # Rounding may leave the range by a digit of the last place.
-        return z.clamp(*self.ends.bounds(z)) if self.row.range.bounded else z
-
-    def slope(self, u: Tensor) -> Tensor:
-        _, scale, temperature = self._like(u)
-        return self.row.slope(u / temperature) * (scale / temperature)
-
-    def phi(self, u: Tensor) -> Tensor:
-        shift, scale, temperature = self._like(u)
-        return shift * u + scale * temperature * self.row.phi(u / temperature)
-
-    def inverse(self, z: Tensor) -> Tensor:
-        return self._like(z)[2] * self.row.inverse(self._unscaled(z))
-
-    def psi(self, z: Tensor) -> Tensor:
-        _, scale, temperature = self._like(z)
-        return scale * temperature * self.row.psi(self._unscaled(z))
-
-    def _unscaled(self, z: Tensor) -> Tensor:
-        shift, scale, _ = self._like(z)
-        p = (z - shift) / scale
-        if not self.row.range.bounded:
-            return p
-        # The ends go to the ends exactly: beyond them are no logarithms.
-        (lower, upper), (low, high) = self.ends.bounds(z), self.row.range.bounds(z)
-        return torch.where(z == lower, low, torch.where(z == upper, high, p))
-
-    def activation(self, name: str) -> Activation:
-        """This form as a row."""
-        return Activation(
-            name,
-            self.sigma,
-            self.slope,
-            self.phi,
-            self.inverse,
-            self.psi,
-            self.ends,
-            form=self,
-            straight=self.row.straight,
-        )

@@ -50,7 +50,7 @@ PART void form_gram(const Plan *p, const lanes *w, lanes *gram) {
 /* Cholesky's factor in place, without its diagonal, whose reciprocals go to `diagonal`. `which`
  * becomes false where A diag(w) Aᵀ is singular to rounding. Rows that share no output need no
  * elimination among themselves. */
-PART void factorise(const Plan *p, lanes *gram, lanes *diagonal, mask *which) {
+PART void factorise(const Plan *p, lanes *gram, lanes *diagonal, double least, mask *which) {
     const int64_t n = p->kept, d = p->disjoint;
     mask fine = *which;
     for (int64_t i = 0; i < n; i++) {
@@ -102,7 +102,7 @@ PART void factorise(const Plan *p, lanes *gram, lanes *diagonal, mask *which) {
                         row[s][j + t] = x * diagonal[j + t];
                         continue;
                     }
-                    fine &= (x > 1e-13 * diagonal[i + s]) & (x > 0x1p-900);
+                    fine &= (x > least * diagonal[i + s]) & (x > 0x1p-900);
                     for (int l = 0; l < LANES; l++) diagonal[i + s][l] = 1.0 / sqrt(x[l]);
                 }
         }

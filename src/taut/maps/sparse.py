@@ -9,10 +9,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from taut.linear import LinearMap
-from taut.pairs import Pairs
+from taut.maps.base import LinearMap
+from taut.maps.pairs import Pairs
 
-_DENSE_GRAM = 2048  # rows up to which A diag(s) Aᵀ is formed; beyond, it is only applied
+_DENSE_GRAM = 2048  # equations up to which A diag(w) Aᵀ is formed; beyond, it is only applied
+
+# torch says once in a process that its CSR tensors are in beta. It says so here, while the module
+# is imported: a filter set later would be one for all threads.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", UserWarning)
+    torch.sparse_csr_tensor([0, 0], [], [], (1, 1), dtype=torch.float64, device="cpu")
 
 
 @final
@@ -38,13 +44,11 @@ class Pattern:
         order = self._by_column if transpose else slice(None)
         shape = (columns, rows) if transpose else (rows, columns)
         inner = self.rows if transpose else self.columns
-        with warnings.catch_warnings():  # "Sparse CSR tensor support is in beta state"
-            warnings.simplefilter("ignore", UserWarning)
-            starts = self._starts[transpose]
-            matrix = torch.sparse_csr_tensor(
-                starts, inner[order], values[order], shape, check_invariants=False
-            )
-            return (matrix @ x.mT).mT
+        starts = self._starts[transpose]
+        matrix = torch.sparse_csr_tensor(
+            starts, inner[order], values[order], shape, check_invariants=False
+        )
+        return (matrix @ x.mT).mT
 
     @cached_property
     def pairs(self) -> Pairs:
@@ -69,7 +73,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         values, x, ctx.pattern, ctx.transpose = inputs
+        ctx.kind = inputs[2:]
         ctx.save_for_backward(values, x)
+        ctx.save_for_forward(values, x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
@@ -82,6 +88,22 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dx = _Product.apply(values, g, ctx.pattern, not ctx.transpose)
         return dvalues, dx, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, dvalues: Any, dx: Any, *_: Any) -> Tensor:
+        values, x = ctx.saved_tensors
+        dvalues = torch.zeros_like(values) if dvalues is None else dvalues
+        dx = torch.zeros_like(x) if dx is None else dx
+        moved = _Product.apply(dvalues, x, *ctx.kind)
+        return cast(Tensor, moved) + cast(Tensor, _Product.apply(values, dx, *ctx.kind))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, values: Tensor, x: Tensor, *rest: Any) -> tuple:
+        if in_dims[0] is not None:
+            raise NotImplementedError(
+                "vmap over a sparse A: map over v and b, or give a dense A for each sample."
+            )
+        return _Product.apply(values, x.movedim(in_dims[1], 0), *rest), 0
 
 
 def _gather(pattern: Pattern, left: Tensor, right: Tensor) -> Tensor:
@@ -108,9 +130,15 @@ class SparseMap(LinearMap):
         return self.pattern.shape
 
     @property
+    def sparse(self) -> bool:
+        return True
+
+    @property
     def iterative(self) -> bool:
-        """Is A diag(s) Aᵀ too large to be formed?"""
         return self.pattern.shape[0] > _DENSE_GRAM
+
+    def over(self, data: Float[Tensor, "nnz"]) -> "SparseMap":
+        return SparseMap(data, self.pattern)
 
     def apply(self, z: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I"]:
         return cast(Tensor, _Product.apply(self.data, z, self.pattern, False))
@@ -118,12 +146,8 @@ class SparseMap(LinearMap):
     def adjoint(self, multipliers: Float[Tensor, "*batch I"]) -> Float[Tensor, "*batch K"]:
         return cast(Tensor, _Product.apply(self.data, multipliers, self.pattern, True))
 
-    def gram(self, s: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I I"]:
-        return self.pattern.pairs.gram(self.data, s)
-
-    def gram_diagonal(self, s: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I"]:
-        """The diagonal of A diag(s) Aᵀ."""
-        return SparseMap(self.data.square(), self.pattern).apply(s)
+    def gram(self, w: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I I"]:
+        return self.pattern.pairs.gram(self.data, w)
 
     def outer(self, left: Float[Tensor, "*batch I"], right: Float[Tensor, "*batch K"]) -> Tensor:
         return _gather(self.pattern, left, right)
@@ -135,7 +159,14 @@ class SparseMap(LinearMap):
     def _absolute(self) -> "SparseMap":
         return SparseMap(self.data.abs(), self.pattern)
 
-    def rows(self, index: Tensor) -> "SparseMap":
+    def joined(self, data: Tensor, dim: int | None, size: int, n: int) -> "SparseMap":
+        if dim is not None:
+            raise NotImplementedError(
+                "vmap over a sparse A: map over v and b, or give a dense A for each sample."
+            )
+        return SparseMap(data, self.pattern)
+
+    def take(self, index: Tensor) -> "SparseMap":
         return self
 
 

@@ -1,4 +1,4 @@
-"""A diag(s) Aᵀ from the pairs of non-zeros in each column: what it costs when A is mostly zeros."""
+"""A diag(w) Aᵀ from the pairs of non-zeros in each column: what it costs when A is mostly zeros."""
 
 from dataclasses import dataclass
 from typing import final
@@ -37,15 +37,15 @@ class Pairs:
         return Pairs(left, right, column, rows[left] * shape[0] + rows[right], shape[0])
 
     def gram(
-        self, values: Float[Tensor, "nnz"], s: Float[Tensor, "*batch K"]
+        self, values: Float[Tensor, "nnz"], w: Float[Tensor, "*batch K"]
     ) -> Float[Tensor, "*batch I I"]:
-        """A diag(s) Aᵀ of each sample, A with these non-zeros."""
-        flat = s.reshape(s.shape[:-1].numel(), s.shape[-1])
+        """A diag(w) Aᵀ of each sample, A with these non-zeros."""
+        flat = w.reshape(w.shape[:-1].numel(), w.shape[-1])
         weight = (values[self.left] * values[self.right]).unsqueeze(-1)
         parts = []
         # Samples last: then every gather and every sum is over neighbours in memory.
         for block in flat.mT.split(max(1, _LIMIT // max(1, len(self.column))), dim=1):
             terms = block.contiguous().index_select(0, self.column).mul_(weight)
-            total = s.new_zeros(self.rows * self.rows, block.shape[1])
+            total = w.new_zeros(self.rows * self.rows, block.shape[1])
             parts.append(total.index_add_(0, self.entry, terms).mT)
-        return torch.cat(parts).reshape(*s.shape[:-1], self.rows, self.rows)
+        return torch.cat(parts).reshape(*w.shape[:-1], self.rows, self.rows)

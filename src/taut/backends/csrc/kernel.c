@@ -17,7 +17,9 @@ int64_t taut_newest(void) {
 #endif
 }
 
-/* So that kernel.py can tell whether it speaks of the same structures. */
-int64_t taut_layout(void) {
-    return sizeof(Plan) + 1000 * sizeof(Solve) + 1000000 * sizeof(Backward) + 1000000000 * sizeof(Loss);
+/* The structures as text, "Name: type field; …" a line: cpu.py builds its own from it. */
+const char *taut_layout(void) {
+#define TELL(type, name) #type " " #name ";"
+    return "Plan:" PLAN(TELL) "\nRules:" RULES(TELL) "\nSolve:" SOLVE(TELL) "\nBackward:" BACKWARD(TELL)
+        "\nLoss:" LOSS(TELL);
 }

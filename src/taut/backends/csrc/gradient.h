@@ -5,7 +5,7 @@
 #include "factor.h"
 #include "state.h"
 
-/* s = (A diag(w) Aᵀ)⁻¹(A g + g_λ), ∂v = g − w∘Aᵀs, with g = g_u + w∘g_z: see implicit.py */
+/* s = (A diag(w) Aᵀ)⁻¹(A g + g_λ), ∂v = g − w∘Aᵀs, with g = g_u + w∘g_z: see problems/linear.py */
 PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     mask live = all(0.0) == all(0.0);
     for (int l = 0; l < LANES; l++) live[l] = -(s->status[sample(first, l, s->samples)] == 0);
@@ -30,7 +30,7 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     mask fine = live | ~live;
     if (!p->inverse) {
         form_gram(p, x->w, x->gram);
-        factorise(p, x->gram, x->diagonal, &fine);
+        factorise(p, x->gram, x->diagonal, s->rules->pivot, &fine);
     }
     solve_gram(p, x->gram, x->diagonal, x->step, x->y);
     for (int64_t i = 0; i < p->kept; i++) {
@@ -43,12 +43,12 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
         for (int t = 0; t < TILE; t++) x->v[k + t] -= x->w[k + t] * sum[t];
     }
     for (int64_t k = 0; k < p->outputs; k++) x->v[k] = choose(live, x->v[k], all(0.0));
+    fine |= ~live;
+    for (int64_t i = 0; i < p->kept; i++) x->step[i] = choose(fine, x->step[i], all(NAN));
     write_outputs(p, x->v, s->dv, first, s->samples, s->single);
     write_rows(p, x->step, s->db, first, s->samples, s->single);
-    for (int l = 0; l < LANES && first + l < s->samples; l++) {
-        s->solved[first + l] = fine[l] || !live[l];
-        if (s->solved[first + l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
-    }
+    for (int l = 0; l < LANES && first + l < s->samples; l++)
+        if (fine[l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
 }
 
 /* Σψ(y) − yᵀv − bᵀλ + Σφ(u): see losses.py */

@@ -1,0 +1,90 @@
+"""σ as numbers, output by output: for backends, which know no Python functions."""
+
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from taut.activations.activation import Activation
+from taut.activations.derived import Affine, Mixture
+from taut.activations.table import exp, linear, sigmoid, tanh
+
+#: The base functions that have a code: their place here.
+KINDS = (exp, sigmoid, tanh, linear)
+# By function, not by object: an activation that comes out of a file is another object.
+_CODES = {activation.sigma: code for code, activation in enumerate(KINDS)}
+
+
+@final
+class Codes(NamedTuple):
+    """σ_k(u) = shift + scale·base(u/temperature), kept within [lower, upper], for each output k."""
+
+    kind: Int[Tensor, "K"]
+    shift: Float[Tensor, "K"]
+    scale: Float[Tensor, "K"]
+    temperature: Float[Tensor, "K"]
+    lower: Float[Tensor, "K"]  # −inf and inf where the base has no two ends
+    upper: Float[Tensor, "K"]
+
+
+def codes(activation: Activation, outputs: int) -> Codes | None:
+    """The codes of `activation` for so many outputs; None where it has none.
+
+    >>> codes(exp, 2).kind.tolist()
+    [0, 0]
+    >>> from taut.activations import srlu
+    >>> codes(srlu(), 2) is None
+    True
+    """
+    numbers = torch.full((outputs,), 1.0, dtype=torch.float64, device="cpu")
+    kind = torch.zeros(outputs, dtype=torch.int8, device="cpu")
+    ends = torch.inf * numbers
+    found = Codes(kind, 0 * numbers, numbers, numbers.clone(), -ends, ends)
+    for part, place in _parts(activation, outputs):
+        form = part._form if isinstance(part._form, Affine) else Affine(part)
+        code = _CODES.get(form.base.sigma)
+        if code is None:
+            return None
+        found.kind[place] = code
+        values = {"shift": form.shift, "scale": form.scale, "temperature": form.temperature}
+        if form.base.range.bounded:
+            values |= {"lower": form.ends.lower, "upper": form.ends.upper}
+        for name, value in values.items():
+            getattr(found, name)[place] = torch.as_tensor(value, dtype=ends.dtype, device="cpu")
+    return found
+
+
+def _parts(activation: Activation, outputs: int) -> list[tuple[Activation, Tensor | slice]]:
+    form = activation._form
+    if isinstance(form, Mixture):
+        return list(zip(form.members, form.places, strict=True))
+    return [(activation, slice(outputs))]
+
+
+def width(activation: Activation) -> int | None:
+    """How many outputs it is for; None for any number.
+
+    >>> from taut.activations import mixed
+    >>> width(mixed(["exp", "linear"])), width(exp)
+    (2, None)
+    """
+    form, ends = activation._form, activation.range
+    if isinstance(form, Mixture):
+        return len(form.order)
+    numbers = [ends.lower, ends.upper]
+    if isinstance(form, Affine):
+        numbers += [form.shift, form.scale, form.temperature]
+    return next((len(x) for x in numbers if isinstance(x, Tensor) and x.ndim), None)
+
+
+def is_line(activation: Activation) -> bool:
+    """Is σ a line, so that σ' knows nothing of u?
+
+    >>> from taut.activations import tempered
+    >>> is_line(tempered("linear", 2.0)), is_line(exp)
+    (True, False)
+    """
+    form = activation._form
+    base = form.base if isinstance(form, Affine) else activation
+    return base.sigma is linear.sigma

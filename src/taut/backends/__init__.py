@@ -1,0 +1,25 @@
+"""Backends: which one solves, and how fast. `backend_for` is the only dispatch."""
+
+from taut.activations import Activation
+from taut.activations.codes import codes
+from taut.analysis import Basis
+from taut.backends.base import Backend as Backend, Rules as Rules, Torch as Torch
+from taut.backends.cpu import Cpu as Cpu, variant
+
+
+def available() -> str:
+    """Which backend solves on a CPU: "torch", or the variant of the compiled one.
+
+    "cpu v2" is for any processor, "cpu v3" for AVX2, "cpu v4" for AVX-512.
+
+    >>> available() in ("torch", "cpu v2", "cpu v3", "cpu v4")
+    True
+    """
+    return "torch" if variant() is None else f"cpu {variant()}"
+
+
+def backend_for(basis: Basis, activation: Activation) -> Backend:
+    """The fastest backend that knows this A and this σ."""
+    if Cpu.suits(basis) and codes(activation, basis.map.shape[1]) is not None:
+        return Cpu(basis, activation)
+    return Torch()

@@ -1,0 +1,345 @@
+"""The compiled backend: CPU, one dense A for all samples, activations that have codes.
+
+The C files in csrc/ are compiled when the package is installed, if there is a C compiler. They
+take the plain steps of Newton's method, as many samples at a time as the processor's vectors hold,
+and decide only that a sample is solved. They are compiled three times: v2 for any processor, v3
+for AVX2, v4 for AVX-512; `TAUT_KERNEL=v2`, `v3` or `v4` in the environment forces one,
+`TAUT_KERNEL=0` turns the backend off.
+"""
+
+import ctypes
+import os
+from collections.abc import Callable, Sequence
+from ctypes import Structure, addressof, byref, c_char_p, c_double, c_int64, c_uint, c_void_p
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from taut.activations import Activation
+from taut.analysis import Basis
+from taut.autograd import is_transformed
+from taut.backends.base import Rules
+from taut.backends.plan import Plan, make_plan
+from taut.outcome import Outcome
+from taut.problems import Linear, Problem
+
+_LIMIT = 30  # iterations; what takes longer is not easy
+_GRAIN = 2**13  # products of two numbers that are worth a thread
+# A plan of more products than this is built for this many samples: one alone does not repay it.
+_LARGE, _REPAID = 2**20, 8
+
+# The variants, and up to how many equations each is faster than torch: see benchmarks/variants.py.
+# The rule is on A alone, as a sample's bits must not depend on how many others there are.
+_MOST = {"v2": 256, "v3": 512, "v4": 512}
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    """The library and the variant to call; None where it is off or missing."""
+    wanted = os.environ.get("TAUT_KERNEL", "")
+    if wanted not in ("", "0", *_MOST):
+        raise ImportError(f"TAUT_KERNEL must be 0, v2, v3 or v4, or not set; got {wanted!r}.")
+    library = None if wanted == "0" else _open()
+    if library is None:
+        if wanted in _MOST:
+            raise ImportError(
+                f"TAUT_KERNEL={wanted}, but the kernel was not compiled when taut was installed. "
+                "Install it again where there is a C compiler, or unset TAUT_KERNEL."
+            )
+        return None, ""
+    newest = f"v{library.taut_newest()}"
+    if wanted > newest:
+        raise ImportError(
+            f"TAUT_KERNEL={wanted}, but this processor can run variants up to {newest} only. "
+            "Unset TAUT_KERNEL, or choose one of those."
+        )
+    return library, wanted or newest
+
+
+def _open() -> ctypes.CDLL | None:
+    found = find_spec("taut._kernel")
+    if found is None or found.origin is None:
+        return None
+    try:
+        library = ctypes.CDLL(found.origin)
+        library.taut_newest.restype = c_int64
+        library.taut_layout.restype = c_char_p
+    except (OSError, AttributeError):  # built for another machine, or from other sources
+        return None
+    return library
+
+
+def structures(layout: str) -> dict[str, type[Structure]]:
+    """ctypes structures from the library's own text: "Name:type field;type field;", a line each.
+
+    >>> [name for name, _ in structures("Point:double x;const double * y;")["Point"]._fields_]
+    ['x', 'y']
+    """
+    kinds = {"int64_t": c_int64, "double": c_double}
+    found = {}
+    for line in layout.splitlines():
+        name, fields = line.split(":")
+        pairs = [field.strip().rsplit(" ", 1) for field in fields.split(";") if field.strip()]
+        types = [(field, c_void_p if "*" in kind else kinds[kind]) for kind, field in pairs]
+        found[name] = type(name, (Structure,), {"_fields_": types})
+    return found
+
+
+def _filled(kind: type[Structure], /, **values: Any) -> Structure:
+    """A structure with all of its fields; a field that only one side knows is an error."""
+    if len(values) != len(kind._fields_):
+        unknown = {name for name, *_ in kind._fields_} ^ values.keys()
+        raise TypeError(f"{kind.__name__}: library and package differ in {sorted(unknown)}.")
+    return kind(**values)
+
+
+def _pool() -> Callable[..., None] | None:
+    """OpenMP's way to run a function on several threads: on those that torch itself uses."""
+    try:
+        pool = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    pool.argtypes, pool.restype = [c_void_p, c_void_p, c_uint, c_uint], None
+    return pool
+
+
+_library, _variant = _load()
+_structures = {} if _library is None else structures(_library.taut_layout().decode())
+_parallel = _pool()
+
+
+def _function(name: str) -> tuple[Callable[[Any], None], c_void_p]:
+    function = getattr(_library, f"taut_{name}_{_variant}")
+    function.argtypes, function.restype = [c_void_p], None
+    return function, ctypes.cast(function, c_void_p)
+
+
+_functions = {} if _library is None else {n: _function(n) for n in ("solve", "backward", "loss")}
+
+
+def _alone() -> None:
+    global _parallel
+    _parallel = None
+
+
+if hasattr(os, "register_at_fork"):  # OpenMP's threads do not survive a fork
+    os.register_at_fork(after_in_child=_alone)
+
+
+def variant() -> str | None:
+    """The variant in use: v2 for any processor, v3 with AVX2, v4 with AVX-512; None without.
+
+    >>> variant() in (None, "v2", "v3", "v4")
+    True
+    """
+    return _variant or None
+
+
+def readable(x: Tensor) -> bool:
+    """Can C read this by its address?
+
+    >>> readable(torch.zeros(2)), readable(torch.zeros(2, device="meta"))
+    (True, False)
+    """
+    return (
+        type(x) in (Tensor, Parameter)
+        and x.is_cpu
+        and x.layout == torch.strided
+        and not x.is_neg()
+        and not x._is_zerotensor()
+        and not is_transformed(x)
+    )
+
+
+def _all_readable(*tensors: Tensor | None) -> bool:
+    if torch.compiler.is_compiling():  # a compiler cannot follow addresses
+        return False
+    return all(x is None or readable(x) for x in tensors)
+
+
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+@lru_cache(maxsize=64)
+def _rules(rules: Rules) -> Structure:
+    kind = _structures["Rules"]
+    return kind(**{name: getattr(rules, name) for name, *_ in kind._fields_})
+
+
+@final
+class Cpu:
+    """The compiled code for one A and one σ. Its plan is built by the first call that repays it."""
+
+    def __init__(self, basis: Basis, activation: Activation) -> None:
+        self._basis, self._activation = basis, activation
+        equations, outputs = basis.map.shape
+        self._wait = _REPAID if equations * equations * outputs > _LARGE else 0
+        self._known: tuple[Plan, Structure] | None = None
+        self._tried = False
+
+    @staticmethod
+    def suits(basis: Basis) -> bool:
+        """May there be a plan for this A?"""
+        A = basis.map
+        return (
+            _library is not None
+            and A.data.layout == torch.strided
+            and A.data.ndim == 2
+            and not basis.transformed
+            and A.data.dtype == torch.float64
+            and A.data.is_cpu
+            and 0 < A.shape[0] <= _MOST[_variant]
+        )
+
+    def _plan(self, samples: int) -> tuple[Plan, Structure] | None:
+        self._wait -= samples
+        if self._tried or self._wait > 0:
+            return self._known
+        plan = make_plan(self._basis, self._activation)
+        if plan is not None:
+            kind = _structures["Plan"]
+            pointers = {name: _address(plan.arrays.get(name)) for name, *_ in kind._fields_}
+            self._known = plan, _filled(kind, **(pointers | plan.sizes))
+        self._tried = True
+        return self._known
+
+    def attempt(self, problem: Problem, rules: Rules) -> Outcome:
+        """Newton's method from `start`, or 0, in float64."""
+        if not isinstance(problem, Linear) or rules.dtype != torch.float64 or not len(problem.v):
+            return Outcome.open(problem.inputs[0], problem.prepared.map.shape[0])
+        v, b, start = problem.v, problem.b, problem.start
+        known = self._plan(len(v)) if _all_readable(v, b, start) else None
+        if known is None:
+            return Outcome.open(v, b.shape[-1])
+        plan, structure = known
+        v, b = v.contiguous(), b if b.stride(-1) == 1 else b.contiguous()
+        if start is not None:
+            if self._basis.left_out is not None:
+                start = self._basis.enter(self._basis.map, start.to(torch.float64))
+            start = start.to(v.dtype).contiguous()
+        n, dtype = len(v), v.dtype
+        z, u, multipliers = torch.empty_like(v), torch.empty_like(v), v.new_empty(n, b.shape[-1])
+        residual, iterations = v.new_empty(n), v.new_empty(n, dtype=torch.long)
+        status = torch.full_like(iterations, -1)
+        call = _filled(
+            _structures["Solve"],
+            plan=addressof(structure),
+            rules=addressof(_rules(rules)),
+            v=v.data_ptr(),
+            b=b.data_ptr(),
+            start=_address(start),
+            multipliers=multipliers.data_ptr(),
+            u=u.data_ptr(),
+            z=z.data_ptr(),
+            residual=residual.data_ptr(),
+            iterations=iterations.data_ptr(),
+            status=status.data_ptr(),
+            samples=n,
+            single=dtype == torch.float32,
+            b_stride=b.stride(0),
+            limit=min(rules.max_iterations, _LIMIT),
+            next=0,
+            unsolved=n,
+            target=rules.target(dtype),
+            share=rules.share(dtype),
+            huge=torch.finfo(dtype).max,
+        )
+        self._run("solve", call, plan)
+        found = Outcome(z, multipliers, u, residual, iterations, status, call.unsolved)
+        return found if self._basis.left_out is None else self._smallest(found, b)
+
+    def _smallest(self, found: Outcome, b: Tensor) -> Outcome:
+        """With the smallest multipliers; where redundant equations contradict each other, open."""
+        basis, dtype, eps = self._basis, found.z.dtype, torch.finfo(found.z.dtype).eps
+        raw, b = found.multipliers.to(torch.float64), b.to(torch.float64)
+        least = basis.project(raw)
+        gap = (b - basis.project(b)).abs_().amax(-1) > eps**0.5 * b.abs().amax(-1)
+        if not getattr(basis, "exact", True):
+            # Equations that are redundant only to the precision of A do move u when λ is large.
+            moved = basis.map.adjoint(least - raw).abs()
+            scale = basis.map.abs().adjoint(least.abs() + raw.abs()) + found.u.abs()
+            least = torch.where((moved <= 8 * eps * scale).all(-1, keepdim=True), least, raw)
+        status, failed = found.status, found.failed
+        if bool(gap.any()):
+            status = status.masked_fill(gap, -1)
+            failed = int((status < 0).sum())
+        return Outcome(
+            found.z, least.to(dtype), found.u, found.residual, found.iterations, status, failed
+        )
+
+    def pullback(
+        self, u: Tensor, status: Tensor, grads: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor, int] | None:
+        g_z, g_multipliers, g_u = grads
+        redundant = self._basis.left_out is not None
+        if self._known is None or (redundant and g_multipliers is not None):
+            return None
+        if not _all_readable(u, g_z, g_multipliers, g_u):
+            return None
+        plan, structure = self._known
+        # Kept by name: C reads them by address.
+        kept = [None if x is None else x.contiguous() for x in (u, g_multipliers, g_u, g_z, status)]
+        n, dv, db = len(u), torch.empty_like(u), u.new_full((len(u), plan.constraints), torch.nan)
+        pointers = dict(
+            zip(("u", "g_multipliers", "g_u", "g_z", "status"), map(_address, kept), strict=True)
+        )
+        call = _filled(
+            _structures["Backward"],
+            plan=addressof(structure),
+            rules=addressof(_rules(Rules())),
+            dv=dv.data_ptr(),
+            db=db.data_ptr(),
+            samples=n,
+            single=u.dtype == torch.float32,
+            next=0,
+            unsolved=n,
+            **pointers,
+        )
+        self._run("backward", call, plan)
+        if redundant:
+            db = self._basis.project(db.to(torch.float64)).to(db.dtype)
+        return dv, db, call.unsolved
+
+    def loss(
+        self, v: Tensor, b: Tensor, y: Tensor, u: Tensor, multipliers: Tensor
+    ) -> Tensor | None:
+        if self._known is None or not _all_readable(v, b, y, u, multipliers):
+            return None
+        plan, structure = self._known
+        v, y, u, multipliers = (x.contiguous() for x in (v, y, u, multipliers))
+        b = b if b.stride(-1) == 1 else b.contiguous()
+        n, loss = len(v), v.new_empty(len(v))
+        call = _filled(
+            _structures["Loss"],
+            plan=addressof(structure),
+            v=v.data_ptr(),
+            b=b.data_ptr(),
+            y=y.data_ptr(),
+            u=u.data_ptr(),
+            multipliers=multipliers.data_ptr(),
+            loss=loss.data_ptr(),
+            samples=n,
+            single=v.dtype == torch.float32,
+            b_stride=b.stride(0),
+            next=0,
+            unsolved=n,
+        )
+        self._run("loss", call, plan)
+        if call.unsolved > 0:
+            raise MemoryError("no memory left for the matched loss.")
+        return loss
+
+    @staticmethod
+    def _run(name: str, call: Structure, plan: Plan) -> None:
+        """On as many threads as torch uses; each takes the next samples that nobody works on."""
+        function, address = _functions[name]
+        work = call.samples * plan.work
+        threads = min(torch.get_num_threads(), work // _GRAIN)
+        if threads < 2 or _parallel is None:
+            function(byref(call))
+        else:
+            _parallel(address, byref(call), threads, 0)

@@ -1,0 +1,124 @@
+/* What Python hands over. Every structure is a list of fields, which also becomes the text that
+ * cpu.py builds its own structures from: neither side can misread the other. */
+#ifndef TAUT_CALLS_H
+#define TAUT_CALLS_H
+
+#include <stdint.h>
+
+#define TILE 4
+
+/* A and σ, laid out by plan.py */
+#define PLAN(FIELD)                                                                              \
+    FIELD(int64_t, outputs)         /* K, filled up to a multiple of TILE */                     \
+    FIELD(int64_t, given)           /* K */                                                      \
+    FIELD(int64_t, rows)            /* of A, reordered and filled up to a multiple of TILE */    \
+    FIELD(int64_t, kept)            /* those that Newton works with, which come first */         \
+    FIELD(int64_t, disjoint)        /* of those the ones, again first, that share no output */   \
+    FIELD(int64_t, constraints)     /* I */                                                      \
+    FIELD(int64_t, positive)        /* is no a·z negative? */                                    \
+    FIELD(const int64_t *, order)   /* the row of A that each is, or −1 for filling */           \
+    FIELD(const double *, a)        /* rows × outputs */                                         \
+    FIELD(const double *, absolute) /* the same without signs */                                 \
+    FIELD(const double *, sizes)    /* Σ|a| of each row */                                       \
+    /* Where A is mostly zeros, its non-zeros by row, and by output for the rows kept; and the   \
+     * products of two in one output, by entry of the lower triangle of A diag(w) Aᵀ. */         \
+    FIELD(const int64_t *, row_start)                                                            \
+    FIELD(const int64_t *, row_output)                                                           \
+    FIELD(const double *, row_value)                                                             \
+    FIELD(const int64_t *, output_start)                                                         \
+    FIELD(const int64_t *, output_row)                                                           \
+    FIELD(const double *, output_value)                                                          \
+    FIELD(const int64_t *, entry_start)                                                          \
+    FIELD(const int64_t *, entry_output)                                                         \
+    FIELD(const double *, entry_value)                                                           \
+    FIELD(const double *, flat)     /* kept × kept: the inverse of A Aᵀ */                       \
+    FIELD(const double *, inverse)  /* that of A diag(w) Aᵀ where σ is a line, or NULL */        \
+    FIELD(const int8_t *, kind)                                                                  \
+    FIELD(const int8_t *, plain)    /* without shift, scale and temperature */                   \
+    FIELD(const double *, shift)                                                                 \
+    FIELD(const double *, scale)                                                                 \
+    FIELD(const double *, temperature)                                                           \
+    FIELD(const double *, lower)                                                                 \
+    FIELD(const double *, upper)
+
+/* Rules of backends/base.py, which says what each means */
+#define RULES(FIELD)        \
+    FIELD(double, reach)    \
+    FIELD(double, wild)     \
+    FIELD(double, damped)   \
+    FIELD(double, level)    \
+    FIELD(double, overshoot) \
+    FIELD(double, undershoot) \
+    FIELD(double, cut)      \
+    FIELD(double, growth)   \
+    FIELD(double, longest)  \
+    FIELD(int64_t, trials)  \
+    FIELD(int64_t, chords)  \
+    FIELD(double, gain)     \
+    FIELD(double, lost)     \
+    FIELD(double, far)      \
+    FIELD(double, unit)     \
+    FIELD(double, near)     \
+    FIELD(double, still)    \
+    FIELD(double, pivot)
+
+#define SOLVE(FIELD)                                                                    \
+    FIELD(const Plan *, plan)                                                           \
+    FIELD(const Rules *, rules)                                                         \
+    FIELD(const void *, v)                                                              \
+    FIELD(const void *, b)                                                              \
+    FIELD(const void *, start) /* may be NULL: 0 */                                     \
+    FIELD(void *, multipliers)                                                          \
+    FIELD(void *, u)                                                                    \
+    FIELD(void *, z)                                                                    \
+    FIELD(void *, residual)                                                             \
+    FIELD(int64_t *, iterations)                                                        \
+    FIELD(int64_t *, status)   /* 0 is solved, −1 open: all are, at first */            \
+    FIELD(int64_t, samples)                                                             \
+    FIELD(int64_t, single)     /* float32 in and out */                                 \
+    FIELD(int64_t, b_stride)                                                            \
+    FIELD(int64_t, limit)      /* of iterations */                                      \
+    FIELD(int64_t, next)       /* the first sample nobody works on */                   \
+    FIELD(int64_t, unsolved)   /* how many are not solved, at first all */              \
+    FIELD(double, target)                                                               \
+    FIELD(double, share)                                                                \
+    FIELD(double, huge)        /* the largest number of the dtype */
+
+#define BACKWARD(FIELD)                                                                 \
+    FIELD(const Plan *, plan)                                                           \
+    FIELD(const Rules *, rules)                                                         \
+    FIELD(const void *, u)                                                              \
+    FIELD(const void *, g_multipliers) /* gradients may be NULL */                      \
+    FIELD(const void *, g_u)                                                            \
+    FIELD(const void *, g_z)                                                            \
+    FIELD(const int64_t *, status)                                                      \
+    FIELD(void *, dv)                                                                   \
+    FIELD(void *, db)                  /* NaN where they could not be found */          \
+    FIELD(int64_t, samples)                                                             \
+    FIELD(int64_t, single)                                                              \
+    FIELD(int64_t, next)                                                                \
+    FIELD(int64_t, unsolved)
+
+#define LOSS(FIELD)               \
+    FIELD(const Plan *, plan)     \
+    FIELD(const void *, v)        \
+    FIELD(const void *, b)        \
+    FIELD(const void *, y)        \
+    FIELD(const void *, u)        \
+    FIELD(const void *, multipliers) \
+    FIELD(void *, loss)           \
+    FIELD(int64_t, samples)       \
+    FIELD(int64_t, single)        \
+    FIELD(int64_t, b_stride)      \
+    FIELD(int64_t, next)          \
+    FIELD(int64_t, unsolved)
+
+#define DECLARE(type, name) type name;
+typedef struct { PLAN(DECLARE) } Plan;
+typedef struct { RULES(DECLARE) } Rules;
+typedef struct { SOLVE(DECLARE) } Solve;
+typedef struct { BACKWARD(DECLARE) } Backward;
+typedef struct { LOSS(DECLARE) } Loss;
+#undef DECLARE
+
+#endif

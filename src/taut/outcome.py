@@ -1,0 +1,166 @@
+"""What became of the samples: verdicts with their messages, and the error that carries them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@final
+class Status(IntEnum):
+    """How the solve of a sample ended.
+
+    >>> Status(2).name
+    'INFEASIBLE'
+    """
+
+    CONVERGED = 0
+    MAX_ITERATIONS = 1
+    INFEASIBLE = 2
+    INCONSISTENT = 3
+    NONFINITE = 4
+
+    @classmethod
+    def _missing_(cls, value: object) -> "Status | None":
+        # Status(solution.status[3]) is what one writes first.
+        return cls(value.item()) if isinstance(value, Tensor) and value.numel() == 1 else None
+
+    @property
+    def message(self) -> str:
+        """What happened, and what to try.
+
+        >>> Status.CONVERGED.message
+        'A z = b holds to rounding'
+        """
+        return _MESSAGES[self]
+
+
+_MESSAGES = {
+    Status.CONVERGED: "A z = b holds to rounding",
+    Status.MAX_ITERATIONS: (
+        "not decided within the iterations allowed: b may lie on the edge of what the activation "
+        "can reach, or A may be ill-conditioned. Try taut.Newton(max_iterations=500), float64, "
+        "or a start `init` from a nearby problem"
+    ),
+    Status.INFEASIBLE: (
+        "no z in the range of the activation satisfies A z = b: the multipliers hold a "
+        "certificate (taut.is_certificate). Check b, or use an activation with a wider range, "
+        "such as taut.activations.bounded or linear"
+    ),
+    Status.INCONSISTENT: (
+        "redundant equations ask for different things: b is not in the span of A's columns. "
+        "Make b consistent (b = A y for some y), or drop the redundant equations"
+    ),
+    Status.NONFINITE: (
+        "v, A or b holds NaN or inf, or overflows in this dtype. Look upstream for the first "
+        "non-finite value, or solve in float64"
+    ),
+}
+
+
+@final
+@dataclass(frozen=True, eq=False, slots=True)
+class Outcome:
+    """What a solver found for N samples. Status −1 is open: somebody else must decide."""
+
+    z: Float[Tensor, "N K"]
+    multipliers: Float[Tensor, "N I"]
+    u: Float[Tensor, "N K"]
+    residual: Float[Tensor, "N"]  # max_i |A z − b|_i
+    iterations: Int[Tensor, "N"]
+    status: Int[Tensor, "N"]
+    failed: int  # how many samples have not converged
+
+    @staticmethod
+    def open(v: Float[Tensor, "N K"], equations: int) -> "Outcome":
+        """Nothing is decided.
+
+        >>> Outcome.open(torch.zeros(2, 3), 1).failed
+        2
+        """
+        n = len(v)
+        z, status = torch.zeros_like(v), v.new_full((n,), -1, dtype=torch.long)
+        iterations = torch.zeros_like(status)
+        return Outcome(z, v.new_zeros(n, equations), z, v.new_zeros(n), iterations, status, n)
+
+    def left(self) -> Int[Tensor, "n"]:
+        """The places of the samples that are open."""
+        return (self.status < 0).nonzero().squeeze(-1)
+
+    def write(self, index: Int[Tensor, "n"], part: "Outcome") -> "Outcome":
+        """With the samples of `part`, all that were open, at `index`; in place."""
+        for name in ("z", "multipliers", "u", "residual", "iterations", "status"):
+            getattr(self, name).index_copy_(0, index, getattr(part, name))
+        return replace(self, failed=part.failed)
+
+
+@final
+class SolveError(RuntimeError):
+    """Some samples did not converge; the message names them and says what to try.
+
+    >>> import taut
+    >>> A, b = torch.ones(1, 2), torch.tensor([3.0])
+    >>> try:
+    ...     taut.project(torch.zeros(2), A, b, activation="sigmoid")
+    ... except taut.SolveError as error:
+    ...     print(error.status)
+    tensor(2)
+    """
+
+    def __init__(self, message: str, status: Tensor, residual: Tensor):
+        super().__init__(message)
+        self.status = status
+        self.residual = residual
+
+    def __reduce__(self) -> tuple:
+        return type(self), (self.args[0], self.status, self.residual)
+
+
+def failure(status: Tensor, residual: Tensor, given: Mapping[str, Tensor]) -> SolveError:
+    """The error to raise for these samples; `given` are the tensors of the problem, by name."""
+    advice = 'Pass on_failure="return" to get all samples with their status instead.'
+    return SolveError(f"{explain(status, residual, given)}\n{advice}", status, residual)
+
+
+def tally(status: Tensor) -> dict[Status, int]:
+    """How many samples have each status, the frequent ones first.
+
+    >>> tally(torch.tensor([0, 0, 2]))
+    {<Status.CONVERGED: 0>: 2, <Status.INFEASIBLE: 2>: 1}
+    """
+    values, counts = status.unique(return_counts=True)
+    pairs = sorted(zip(values.tolist(), counts.tolist(), strict=True), key=lambda p: -p[1])
+    return {Status(value): count for value, count in pairs}
+
+
+def explain(status: Tensor, residual: Tensor, given: Mapping[str, Tensor], shown: int = 5) -> str:
+    """In words: how many samples failed, the first ones of each kind, and advice."""
+    total = status.numel()
+    failed = int((status != Status.CONVERGED).sum())
+    if not failed:
+        return f"All {total} samples satisfy A z = b."
+    lines = [f"{failed} of {total} samples could not be projected on A z = b."]
+    for verdict, count in tally(status).items():
+        if verdict is Status.CONVERGED:
+            continue
+        where = (status == verdict).nonzero()[:shown]
+        names = [str(i.item() if i.numel() == 1 else tuple(i.tolist())) for i in where]
+        more = ", …" if count > shown else ""
+        at = f" (sample {', '.join(names)}{more})" if names[0] != "()" else ""
+        worst = residual[status == verdict].max().item()
+        size = f"largest |A z − b| {worst:.1e}"
+        lines.append(f"{count} {verdict.name}{at}, {size}: {verdict.message}.")
+        if verdict is Status.NONFINITE:
+            lines[-1] += _culprits(given)
+    return "\n".join(lines)
+
+
+def _culprits(given: Mapping[str, Tensor]) -> str:
+    """Which tensors hold what is not a number, and how often."""
+    bad = {name: int((~x.isfinite()).sum()) for name, x in given.items()}
+    found = [f"{n} of the {given[name].numel()} entries of {name}" for name, n in bad.items() if n]
+    return f" Not finite: {', '.join(found) or 'what they give; all entries are'}."

@@ -1,0 +1,153 @@
+"""What is fixed, looked at once: A, σ, and the backend for them."""
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from taut.activations import Activation, resolve
+from taut.activations.codes import is_line
+from taut.analysis import Basis, analyse, unexamined
+from taut.backends import Backend, Torch, backend_for
+from taut.maps import LinearMap, as_map
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A and σ, worked out: what `prepare` returns and `project` takes in place of A.
+
+    It holds no graph: A gets no gradient through it.
+
+    >>> import taut
+    >>> prepared = taut.prepare(torch.ones(1, 3), "exp")
+    >>> taut.project(torch.zeros(3), prepared, torch.ones(1)).z
+    tensor([0.3333, 0.3333, 0.3333])
+    """
+
+    A: Tensor  # as given, detached
+    activation: Activation
+    map: LinearMap  # of A, flat: (I, K), or (N, I, K) for one matrix a sample
+    basis: Basis
+    backend: Backend
+    finite: bool  # does A hold numbers only?
+    version: int | None  # of A when it was looked at
+
+    @cached_property
+    def line(self) -> bool:
+        """Is σ a line?"""
+        return is_line(self.activation)
+
+    @cached_property
+    def single(self) -> Basis:
+        """The basis in float32."""
+        return self.basis.to(torch.float32)
+
+    def basis_in(self, dtype: torch.dtype) -> Basis:
+        """The basis in the dtype of a solver."""
+        return self.basis if dtype == self.basis.map.data.dtype else self.single
+
+    def basis_of(self, A: LinearMap) -> Basis:
+        return self.basis
+
+    def repeated(self, times: int) -> "Prepared":
+        if self.map.shared:
+            return self
+        return self.take(torch.arange(len(self.map.data), device=self.A.device).repeat(times))
+
+    def anew(self, A: LinearMap) -> "Unprepared":
+        """For another A, which cannot be looked at yet."""
+        return Unprepared(self.activation, A)
+
+    def take(self, index: Tensor) -> "Prepared":
+        """For the samples at `index`, where each has its A."""
+        return replace(self, map=self.map.take(index), basis=self.basis.take(index))
+
+    def changed(self) -> bool:
+        """Was A written to since it was looked at?"""
+        return self.version is not None and self.A._version != self.version
+
+    def __reduce__(self) -> tuple:
+        return prepare, (self.A, self.activation)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Unprepared:
+    """σ and the way A is held, where A itself cannot be looked at: under a transform."""
+
+    activation: Activation
+    map: LinearMap
+    finite: bool = False
+    backend: Backend = field(default_factory=Torch)
+
+    @cached_property
+    def line(self) -> bool:
+        """Is σ a line?"""
+        return is_line(self.activation)
+
+    def basis_of(self, A: LinearMap) -> Basis:
+        return _basis(A)
+
+    def basis_in(self, dtype: torch.dtype) -> Basis:
+        raise RuntimeError("A cannot be looked at here.")
+
+    def take(self, index: Tensor) -> "Unprepared":
+        return replace(self, map=self.map.take(index))
+
+    def repeated(self, times: int) -> "Unprepared":
+        return self
+
+    def anew(self, A: LinearMap) -> "Unprepared":
+        """For another A."""
+        return replace(self, map=A)
+
+    def prepared(self, A: LinearMap) -> Prepared:
+        """Now that A can be looked at."""
+        return _prepared(A.data, self.activation, A, None)
+
+
+def prepare(A: Float[Tensor, "*batch I K"], activation: str | Activation = "linear") -> Prepared:
+    """Look at A and σ once, for many calls of `project`.
+
+    >>> prepare(torch.ones(2, 3), "sigmoid").basis.condition
+    tensor(1., dtype=torch.float64)
+    """
+    if not isinstance(A, Tensor):
+        raise TypeError(f"A must be a torch.Tensor; got {type(A).__name__}.")
+    if A.requires_grad:
+        raise ValueError(
+            "A requires a gradient, and a Prepared gives it none. Pass A itself to project, or "
+            "use taut.Projection, whose A may be learned; or prepare A.detach()."
+        )
+    return examined(A, resolve(activation))
+
+
+def examined(A: Tensor, activation: Activation) -> Prepared:
+    """`prepare`, whether A requires a gradient or not."""
+    A = A.detach()
+    if A.is_inference():  # has no version counter, and may not be saved for a backward pass
+        A = A.clone()
+    flat = A if A.ndim < 4 else A.flatten(0, -3)
+    version = None if A.is_inference() else A._version
+    return _prepared(A, activation, as_map(flat), version)
+
+
+def _prepared(A: Tensor, activation: Activation, flat: LinearMap, version: int | None) -> Prepared:
+    finite = bool(flat.data.isfinite().all())
+    basis = _basis(flat)
+    backend = backend_for(basis, activation) if finite else Torch()
+    return Prepared(A, activation, flat, basis, backend, finite, version)
+
+
+def _basis(A: LinearMap) -> Basis:
+    """What there is to know of A, in float64 where the device has it."""
+    data = A.data.detach()
+    wide = torch.float32 if data.device.type == "mps" else torch.float64
+    number = data.where(data.isfinite(), 0).to(wide)
+    if A.sparse:
+        return unexamined(A.over(number))
+    return analyse(number, torch.finfo(data.dtype).eps)

@@ -1,0 +1,4 @@
+"""The kinds of constraints, one file each."""
+
+from taut.problems.base import Problem as Problem
+from taut.problems.linear import Linear as Linear

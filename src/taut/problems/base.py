@@ -1,0 +1,96 @@
+"""N flat samples of one kind of constraint."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from taut.autograd import is_dual
+from taut.systems import Known
+
+
+class Problem(ABC):
+    """What there is to solve. Batch dimensions end at `pose`: all tensors lead with N."""
+
+    prepared: Known
+    start: Float[Tensor, "N I"] | None  # multipliers to start from
+    group: int  # so many consecutive samples decide together: the paper's descent
+
+    @property
+    @abstractmethod
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What derivatives are taken in, in order; v is the first."""
+
+    @property
+    @abstractmethod
+    def named(self) -> Mapping[str, Tensor]:
+        """The inputs by the names that users know."""
+
+    @abstractmethod
+    def over(self, *inputs: Tensor) -> "Problem":
+        """The same kind with other tensors, and no start."""
+
+    @abstractmethod
+    def bare(self) -> "Problem":
+        """The same kind without tensors, for an autograd function to keep."""
+
+    @abstractmethod
+    def needed(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Those of the inputs that derivatives read."""
+
+    @abstractmethod
+    def restored(self, needed: Sequence[Tensor]) -> "Problem":
+        """The kind with what `needed` kept."""
+
+    @abstractmethod
+    def joined(
+        self, inputs: Sequence[Tensor], dims: Sequence[int | None], size: int
+    ) -> tuple["Problem", tuple[Tensor, ...]]:
+        """A batch of `size` batches as one: the kind without tensors, and its inputs.
+
+        vmap has mapped dimension `dims` of each input.
+        """
+
+    @abstractmethod
+    def take(self, index: Int[Tensor, "n"]) -> "Problem":
+        """Some of the samples."""
+
+    @property
+    def differentiable(self) -> bool:
+        """Does somebody ask for derivatives, in reverse or forward mode?"""
+        if torch.is_grad_enabled() and any(x.requires_grad for x in self.inputs):
+            return True
+        return any(map(is_dual, self.inputs))
+
+    @abstractmethod
+    def value(self, multipliers: Tensor, u: Tensor) -> Float[Tensor, "N"]:
+        """D at the solution."""
+
+    def quick_loss(self, y: Tensor, multipliers: Tensor, u: Tensor) -> Float[Tensor, "N"] | None:
+        """Σψ(y) − yᵀv + D(λ) by the backend, where it can."""
+        return None
+
+    @abstractmethod
+    def envelope(
+        self, multipliers: Tensor, u: Tensor, z: Tensor, g: Tensor, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """g times the derivatives of D in the inputs at fixed λ: all the matched loss needs."""
+
+    @abstractmethod
+    def pullback(
+        self,
+        multipliers: Tensor,
+        u: Tensor,
+        status: Tensor,
+        grads: Sequence[Tensor | None],
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients in the inputs from those of z, λ and u; themselves differentiable."""
+
+    @abstractmethod
+    def pushforward(
+        self, multipliers: Tensor, u: Tensor, status: Tensor, tangents: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The tangents of z, λ and u from those of the inputs."""

@@ -1,0 +1,169 @@
+"""A z = b: the convex function, its derivatives, and the derivatives of its solution.
+
+D(λ)   = Σ_k φ(v_k + a_kᵀλ) − bᵀλ          convex in λ, one per sample
+∇D(λ)  = A z − b,  z = σ(v + Aᵀλ)           the residual of the constraint
+∇²D(λ) = A diag(σ'(u)) Aᵀ                   I×I
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from taut.autograd import lead
+from taut.maps import LinearMap
+from taut.outcome import Status
+from taut.problems.base import Problem
+from taut.systems import Known, gram_solve
+
+_NOTHING = torch.empty(0, 0)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Linear(Problem):
+    """N samples of A z = b; `data` holds the numbers of A, as its map does."""
+
+    prepared: Known
+    v: Float[Tensor, "N K"]
+    data: Tensor
+    b: Float[Tensor, "N I"]
+    start: Float[Tensor, "N I"] | None = None
+    group: int = 1
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return self.v, self.data, self.b
+
+    @property
+    def named(self) -> Mapping[str, Tensor]:
+        return {"v": self.v, "A": self.data, "b": self.b}
+
+    @property
+    def A(self) -> LinearMap:
+        """A, with the numbers that carry its gradient."""
+        return self.prepared.map.over(self.data)
+
+    def over(self, *inputs: Tensor) -> "Linear":
+        v, data, b = inputs
+        return Linear(self.prepared, v, data, b)
+
+    def bare(self) -> "Linear":
+        return Linear(self.prepared, _NOTHING, _NOTHING, _NOTHING)
+
+    def needed(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (inputs[1],)
+
+    def restored(self, needed: Sequence[Tensor]) -> "Linear":
+        return replace(self, data=needed[0])
+
+    def joined(
+        self, inputs: Sequence[Tensor], dims: Sequence[int | None], size: int
+    ) -> tuple["Linear", tuple[Tensor, ...]]:
+        v, data, b = inputs
+        v, b = lead(v, dims[0], size), lead(b, dims[2], size)
+        A = self.prepared.map.joined(data, dims[1], size, v.shape[1])
+        if dims[1] is None:
+            prepared = self.prepared.repeated(size)
+        else:
+            prepared = self.prepared.anew(A)
+        return replace(self, prepared=prepared), (v.flatten(0, 1), A.data, b.flatten(0, 1))
+
+    def take(self, index: Int[Tensor, "n"]) -> "Linear":
+        prepared, data = self.prepared, self.data
+        if not prepared.map.shared:
+            prepared, data = prepared.take(index), data[index]
+        start = None if self.start is None else self.start[index]
+        return replace(
+            self, prepared=prepared, v=self.v[index], data=data, b=self.b[index], start=start
+        )
+
+    def residual(self, z: Float[Tensor, "N K"]) -> Float[Tensor, "N I"]:
+        """A z − b: the gradient of D where z = σ(v + Aᵀλ)."""
+        return self.A.excess(z, self.b)
+
+    def value(self, multipliers: Tensor, u: Tensor) -> Float[Tensor, "N"]:
+        return self.prepared.activation.phi(u).sum(-1) - (self.b * multipliers).sum(-1)
+
+    def quick_loss(self, y: Tensor, multipliers: Tensor, u: Tensor) -> Float[Tensor, "N"] | None:
+        return self.prepared.backend.loss(self.v, self.b, y, u, multipliers)
+
+    def envelope(
+        self, multipliers: Tensor, u: Tensor, z: Tensor, g: Tensor, needs: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """∂v = z, ∂A = λ zᵀ, ∂b = −λ."""
+        weighted = g * multipliers
+        dA = self.A.outer(weighted, z) if needs[1] else None
+        return g * z, dA, -weighted if needs[2] else None
+
+    def pullback(
+        self,
+        multipliers: Tensor,
+        u: Tensor,
+        status: Tensor,
+        grads: Sequence[Tensor | None],
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """With w = σ'(u), H = A diag(w) Aᵀ and g = g_u + w∘g_z:
+
+        s = H⁻¹(A g + g_λ),  ∂v = g − w∘Aᵀs,  ∂b = s,  ∂A = λ ∂vᵀ − s zᵀ.
+        """
+        if not (needs[1] or torch.is_grad_enabled()):
+            found = self.prepared.backend.pullback(u, status, grads)
+            if found is not None:
+                dv, db, left = found
+                if left:
+                    index = db.isnan().any(-1).nonzero().squeeze(-1)
+                    part = [None if g is None else g[index] for g in grads]
+                    rest = self._pulled(multipliers[index], u[index], status[index], part, needs)
+                    dv.index_copy_(0, index, rest[0])
+                    db.index_copy_(0, index, rest[2])
+                return dv, None, db
+        return self._pulled(multipliers, u, status, grads, needs)
+
+    def _pulled(
+        self, multipliers: Tensor, u: Tensor, status: Tensor, grads: Any, needs: Any
+    ) -> Any:
+        # A failed sample has zero gradient, and nothing of it may reach its neighbours.
+        ok = (status == Status.CONVERGED).unsqueeze(-1)
+        g_z, g_multipliers, g_u = (
+            torch.zeros_like(x) if g is None else torch.where(ok, g, 0)
+            for g, x in zip(grads, (u, multipliers, u), strict=True)
+        )
+        multipliers, u = torch.where(ok, multipliers, 0), torch.where(ok, u, 0)
+        A, activation = self._finite(), self.prepared.activation
+        w, z = activation.slope(u), activation.output(u)
+        g = g_u + w * g_z
+        s = gram_solve(w, A, A.apply(g) + g_multipliers, self.prepared)
+        s = torch.where(ok, s, 0)
+        dv = g - w * A.adjoint(s)
+        return dv, A.outer(multipliers, dv) - A.outer(s, z) if needs[1] else None, s
+
+    def pushforward(
+        self, multipliers: Tensor, u: Tensor, status: Tensor, tangents: Sequence[Tensor | None]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """du = dv + dAᵀλ + Aᵀdλ with A w∘du = db − dA z."""
+        ok = (status == Status.CONVERGED).unsqueeze(-1)
+        dv, dA, db = tangents
+        multipliers, u = torch.where(ok, multipliers, 0), torch.where(ok, u, 0)
+        A, activation = self._finite(), self.prepared.activation
+        w, z = activation.slope(u), activation.output(u)
+        du = torch.zeros_like(u) if dv is None else dv
+        rhs = torch.zeros_like(multipliers) if db is None else db
+        if dA is not None:
+            change = self.prepared.map.over(dA)
+            du, rhs = du + change.adjoint(multipliers), rhs - change.apply(z)
+        du, rhs = torch.where(ok, du, 0), torch.where(ok, rhs, 0)
+        moved = gram_solve(w, A, rhs - A.apply(w * du), self.prepared)
+        moved = torch.where(ok, moved, 0)
+        du = du + A.adjoint(moved)
+        return w * du, moved, du
+
+    def _finite(self) -> LinearMap:
+        """A without what is not a number: only failed samples have such entries."""
+        if self.prepared.finite:
+            return self.A
+        return self.prepared.map.over(torch.where(self.data.isfinite(), self.data, 0))
