@@ -25,6 +25,8 @@ from taut.systems import Rough
 # Nearer than this to the span of the others, an equation makes multipliers so large that the
 # rounding of Aᵀλ shows in the residual.
 _DISTINCT = 1e-3
+# Nearer than this it may be redundant, which is then looked at more closely.
+_NEAR = 1e-9
 # From so many equations on, a few conjugate gradients cost less than a factorisation per sample.
 _MANY = 24
 
@@ -219,7 +221,8 @@ def analyse(A: Float[Tensor, "*n I K"], precision: float) -> Basis:
     if bool(((info == 0) & (pivots > _DISTINCT).all(-1)).all()):
         smallest = pivots.amin(-1) if pivots.shape[-1] else A.new_ones(A.shape[:-2])
         return Plain(as_map(A), smallest.reciprocal())
-    basis = _examined(A, unit, norms, precision)
+    basis = _reduced(A, unit, norms, precision) if A.ndim == 2 else None
+    basis = basis or _examined(A, unit, norms, precision)
     worst = basis.condition.max().item()
     if worst * precision**0.5 > 1:
         warnings.warn(
@@ -231,6 +234,43 @@ def analyse(A: Float[Tensor, "*n I K"], precision: float) -> Basis:
             stacklevel=2,
         )
     return basis
+
+
+def _reduced(A: Tensor, unit: Tensor, norms: Tensor, precision: float) -> Reduced | None:
+    """A well-conditioned A with some redundant equations, by LAPACK; None where it is not one.
+
+    In unitᵀ = Q R the diagonal of R holds the distance of each row to the span of those before
+    it, with the rounding of a long sum. So rows that come near are left out first, and then
+    compared with the combination of the others that they are nearest to.
+    """
+    level = max(_NEAR, 8 * precision * A.shape[1] ** 0.5)
+    kept = torch.ones(len(A), dtype=torch.bool, device=A.device)
+    while True:
+        Q, R = torch.linalg.qr(unit[kept].mT)
+        distance = unit.new_zeros(int(kept.sum()))
+        distance[: len(R)] = R.diagonal().abs()
+        if bool((distance > level).all()):
+            break
+        kept[kept.nonzero().squeeze(-1)[distance <= level]] = False
+    if len(distance) == 0 or bool(kept.all()) or distance.min() <= _DISTINCT:
+        return None
+    base, rest, parts = unit[kept], unit[~kept], 0
+    for _ in range(2):  # the second time for what rounding left
+        more = torch.linalg.solve_triangular(R, (rest @ Q).mT, upper=True).mT
+        rest, parts = rest - more @ base, parts + more
+    if bool((rest.abs() > 32 * precision * (1 + parts.abs() @ base.abs())).any()):
+        return None
+    fold = torch.eye(len(A), dtype=A.dtype, device=A.device)
+    size = norms.where(norms > 0, 1).squeeze(-1)
+    fold[~kept] = 0
+    fold[(~kept).nonzero(), kept.nonzero().squeeze(-1)] = norms[~kept] * parts / size[kept]
+    return _fold(A, kept, fold, distance.min().reciprocal())
+
+
+def _fold(A: Tensor, kept: Tensor, fold: Tensor, condition: Tensor) -> Reduced:
+    off = (A - fold @ A).abs()
+    exact = bool((off <= 1e3 * torch.finfo(A.dtype).eps * (fold.abs() @ A.abs())).all())
+    return Reduced(as_map(A), condition, ~kept, fold, _range_projector(fold, kept), exact)
 
 
 def _examined(A: Tensor, unit: Tensor, norms: Tensor, precision: float) -> Basis:
@@ -250,20 +290,19 @@ def _examined(A: Tensor, unit: Tensor, norms: Tensor, precision: float) -> Basis
     orthonormal = transform @ A  # computed from T, so that the two agree to rounding
     identity = torch.eye(rows, dtype=A.dtype, device=A.device).expand(*batch, rows, rows)
     fold = torch.where(kept.unsqueeze(-1), identity, (A @ orthonormal.mT) @ transform)
-    projector = _range_projector(fold, kept)
-    off = (A - fold @ A).abs()
-    exact = bool((off <= 1e3 * torch.finfo(A.dtype).eps * (fold.abs() @ A.abs())).all())
     good = smallest > _DISTINCT
     condition = smallest.reciprocal()
+    if bool((good & kept.all(-1)).all()):
+        return Plain(as_map(A), condition)
+    reduced = _fold(A, kept, fold, condition)
     if bool(good.all()):
-        if bool(kept.all()):
-            return Plain(as_map(A), condition)
-        return Reduced(as_map(A), condition, ~kept, fold, projector, exact)
+        return reduced
     # A good sample keeps its own rows.
     own = good[..., None, None]
     map_ = as_map(torch.where(own, A * kept.unsqueeze(-1), orthonormal))
     transform = torch.where(own, identity * kept.unsqueeze(-2), transform)
-    return Orthonormal(map_, condition, ~kept, fold, projector, exact, transform, good)
+    known = (reduced.out, fold, reduced.range, reduced.exact)
+    return Orthonormal(map_, condition, *known, transform, good)
 
 
 def _orthogonalise(rows: Float[Tensor, "n I m"], level: float) -> tuple[Tensor, Tensor]:
@@ -277,15 +316,16 @@ def _orthogonalise(rows: Float[Tensor, "n I m"], level: float) -> tuple[Tensor, 
     free = torch.ones_like(distance, dtype=torch.bool)
     each = torch.arange(len(rows), device=rows.device)
     for _ in range(min(rows.shape[1:])):
-        length, pivot = rest.square().sum(-1).masked_fill_(~free, -1.0).max(-1)
-        length = length.clamp_min(0).sqrt_()
+        pivot = rest.square().sum(-1).masked_fill_(~free, -1.0).argmax(-1)
+        # From the row itself: in `rest` the rounding of all steps has gathered.
+        row = rows[each, pivot]
+        for _ in range(2):  # twice is enough to be orthogonal to rounding
+            row = row - ((basis @ row.unsqueeze(-1)).mT @ basis).squeeze(-2)
+        length = row.norm(dim=-1)
         live = length > level
         if not bool(live.any()):
             break
-        row = rest[each, pivot]
-        for _ in range(2):  # twice is enough to be orthogonal to rounding
-            row = row - ((basis @ row.unsqueeze(-1)).mT @ basis).squeeze(-2)
-        row = torch.where(live[:, None], row / row.norm(dim=-1, keepdim=True), 0)
+        row = torch.where(live[:, None], row / length[:, None], 0)
         basis[each, pivot] = row
         distance[each, pivot] = torch.where(live, length, 0)
         free[each, pivot] = False

@@ -226,6 +226,7 @@ class Recorder:
 
 def _structure(kind: str, /, **fields: Any) -> ctypes.Structure:
     """With the addresses of tensors, which must outlive it."""
+    assert all(x.is_contiguous() for x in fields.values() if isinstance(x, Tensor))
     fields = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in fields.items()}
     return cpu._filled(cpu._structures[kind], **fields)
 
