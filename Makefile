@@ -58,7 +58,7 @@ tests: $(READY) ## 2 min | pytest: tests, docstrings and README (ARGS="-k name")
 other: $(READY) ## 2 min | the tests as another processor would run them, without the kernel
 	@$(BIN)/python tests/machines.py --only "another one" -- -n $(WORKERS)
 
-portable: $(READY) ## 25 min | the tests as eleven other machines would run them
+portable: $(READY) ## 25 min | the tests as twelve other machines would run them
 	@$(BIN)/python tests/machines.py -- -n $(WORKERS)
 
 slow: $(READY) ## 30 min | the tests that take minutes

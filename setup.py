@@ -12,9 +12,7 @@ kernel = Extension(
     "taut._kernel",
     sources=sorted(str(file) for file in FOLDER.glob("*.c")),
     depends=sorted(str(file) for file in FOLDER.glob("*.h")),
-    extra_compile_args=[]
-    if sys.platform == "win32"
-    else ["-O3", "-std=gnu11", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math"],
+    extra_compile_args=[] if sys.platform == "win32" else FLAGS,
     optional=True,  # without a compiler that knows GCC's vectors the package installs all the same
 )
 setup(ext_modules=[kernel])

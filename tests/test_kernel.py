@@ -90,6 +90,21 @@ def test_float32_is_the_rounding_of_the_right_answer(name, without):
     assert_close(solution.residual, residual, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", COVERED)
+def test_float32_gradients_are_those_of_float64(name):
+    v, A, b = _problem(COVERED[name], dtype=torch.float32)
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        inputs = [x.to(dtype).requires_grad_() for x in (v, b)]
+        solution = taut.project(inputs[0], A.to(dtype), inputs[1], activation=COVERED[name])
+        loss = solution.z.square().sum() + solution.u.sin().sum()
+        found.append([g.double() for g in torch.autograd.grad(loss, inputs)])
+    # Both start from the u found, rounded to float32; derivatives magnify that by κ.
+    digits = torch.finfo(torch.float32).eps * condition(solution, A.double(), COVERED[name])
+    for single, double in zip(*found, strict=True):
+        assert_close(single, double, rtol=0, atol=64 * digits * double.abs().max().item())
+
+
 @pytest.mark.parametrize("K", [1, 2, 3, 4, 7, 8, 9, 16, 30])
 def test_every_size(K, without):
     for I in {1, 2, 3, 4, 5, 8, 9, K} & set(range(1, K + 1)):
@@ -170,6 +185,25 @@ def test_a_sample_does_not_know_its_neighbours(name):
     for key in ("z", "multipliers", "residual"):
         assert torch.equal(getattr(disturbed, key)[others], getattr(together, key)[others])
     assert disturbed.status[7] == disturbed.status[9] == Status.NONFINITE
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
+def test_gradients_do_not_know_their_neighbours(dtype, warm):
+    """Bit for bit, for one layer; also from a start, and in float32."""
+    v, A, b = _problem(ROWS["sigmoid"], n=40, K=12, I=5, dtype=dtype)
+    layer, start = taut.Projection(A, activation="sigmoid"), 0.1 * torch.randn(40, 5, dtype=dtype)
+
+    def gradients(part):
+        inputs = [x[part].clone().requires_grad_() for x in (v, b)]
+        solution = layer.solve(*inputs, init=start[part] if warm else None)
+        loss = solution.z.square().sum() + solution.multipliers.sin().sum()
+        return solution.z.detach(), *torch.autograd.grad(loss, inputs)
+
+    together = gradients(torch.arange(40))
+    for part in (torch.tensor([3]), torch.arange(5, 22), torch.randperm(40)):
+        for alone, whole in zip(gradients(part), together, strict=True):
+            assert torch.equal(alone, whole[part])
 
 
 def test_threads_change_nothing():

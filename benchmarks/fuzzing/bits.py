@@ -69,9 +69,12 @@ def _compiled(block: Block) -> bool:
 
 
 def _another_verdict(one: Tensor, other: Tensor) -> Tensor:
-    """Rounding may decide a row or leave it undecided, but never make one verdict another."""
+    """Rounding may leave a row undecided, or say of a b that contradicts redundant equations by
+    rounding only that it does or does not; it never makes any other verdict another."""
+    either = torch.tensor([int(Status.CONVERGED), int(Status.INCONSISTENT)])
+    threshold = torch.isin(one, either) & torch.isin(other, either)
     undecided = int(Status.MAX_ITERATIONS)
-    return (one != other) & (one != undecided) & (other != undecided)
+    return (one != other) & (one != undecided) & (other != undecided) & ~threshold
 
 
 def _condition(block: Block, solution: Solution) -> Tensor:

@@ -254,7 +254,8 @@ def _reduced(A: Tensor, unit: Tensor, norms: Tensor, precision: float) -> Reduce
         kept[kept.nonzero().squeeze(-1)[distance <= level]] = False
     if len(distance) == 0 or bool(kept.all()) or distance.min() <= _DISTINCT:
         return None
-    base, rest, parts = unit[kept], unit[~kept], 0
+    base, rest = unit[kept], unit[~kept]
+    parts = base.new_zeros(len(rest), len(base))
     for _ in range(2):  # the second time for what rounding left
         more = torch.linalg.solve_triangular(R, (rest @ Q).mT, upper=True).mT
         rest, parts = rest - more @ base, parts + more

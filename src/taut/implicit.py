@@ -35,8 +35,7 @@ def solve(problem: Problem, solver: Solver, fail: bool) -> Outcome:
 
 def detached(problem: Problem) -> Problem:
     """The same numbers without a graph, and without tangents of forward mode."""
-    inputs = (x.detach() for x in problem.inputs)
-    return replace(problem.over(*inputs), start=problem.start, group=problem.group)  # pyright: ignore
+    return problem.started(problem.start, *(x.detach() for x in problem.inputs))
 
 
 @final
@@ -110,7 +109,7 @@ class Solve(Function):
 
     @staticmethod
     def forward(kind: Kind, solver: Solver, fail: bool, start: Tensor | None, *inputs: Tensor):
-        problem = replace(kind.over(*inputs), start=start)  # pyright: ignore
+        problem = kind.over(*inputs).started(start, *inputs)
         with torch.no_grad():
             outcome = solver.solve(problem)
         if fail and outcome.failed:

@@ -11,9 +11,8 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 from ctypes import Structure, addressof, byref, c_char_p, c_double, c_int64, c_uint, c_void_p
-from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -164,10 +163,24 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-@lru_cache(maxsize=64)
-def _rules(rules: Rules) -> Structure:
-    kind = _structures["Rules"]
-    return kind(**{name: getattr(rules, name) for name, *_ in kind._fields_})
+class _Given(NamedTuple):
+    """Rules for numbers of one dtype, as C takes them."""
+
+    rules: Rules
+    structure: Structure
+    target: float
+    share: float
+    huge: float
+
+    @staticmethod
+    def of(rules: Rules, dtype: torch.dtype) -> "_Given":
+        kind = _structures["Rules"]
+        structure = kind(**{name: getattr(rules, name) for name, *_ in kind._fields_})
+        huge = torch.finfo(dtype).max
+        return _Given(rules, structure, rules.target(dtype), rules.share(dtype), huge)
+
+
+_USUAL = Rules()
 
 
 @final
@@ -180,6 +193,14 @@ class Cpu:
         self._wait = _REPAID if equations * equations * outputs > _LARGE else 0
         self._known: tuple[Plan, Structure] | None = None
         self._tried = False
+        self._given: dict[torch.dtype, _Given] = {}
+
+    def _rules(self, rules: Rules, dtype: torch.dtype) -> _Given:
+        """The last rules are kept: they seldom change from call to call."""
+        given = self._given.get(dtype)
+        if given is None or given.rules is not rules:
+            given = self._given[dtype] = _Given.of(rules, dtype)
+        return given
 
     @staticmethod
     def suits(basis: Basis) -> bool:
@@ -222,13 +243,14 @@ class Cpu:
                 start = self._basis.enter(self._basis.map, start.to(torch.float64))
             start = start.to(v.dtype).contiguous()
         n, dtype = len(v), v.dtype
+        given = self._rules(rules, dtype)
         z, u, multipliers = torch.empty_like(v), torch.empty_like(v), v.new_empty(n, b.shape[-1])
         residual, iterations = v.new_empty(n), v.new_empty(n, dtype=torch.long)
         status = torch.full_like(iterations, -1)
         call = _filled(
             _structures["Solve"],
             plan=addressof(structure),
-            rules=addressof(_rules(rules)),
+            rules=addressof(given.structure),
             v=v.data_ptr(),
             b=b.data_ptr(),
             start=_address(start),
@@ -244,9 +266,9 @@ class Cpu:
             limit=min(rules.max_iterations, _LIMIT),
             next=0,
             unsolved=n,
-            target=rules.target(dtype),
-            share=rules.share(dtype),
-            huge=torch.finfo(dtype).max,
+            target=given.target,
+            share=given.share,
+            huge=given.huge,
         )
         self._run("solve", call, plan)
         found = Outcome(z, multipliers, u, residual, iterations, status, call.unsolved)
@@ -282,22 +304,24 @@ class Cpu:
             return None
         plan, structure = self._known
         # Kept by name: C reads them by address.
-        kept = [None if x is None else x.contiguous() for x in (u, g_multipliers, g_u, g_z, status)]
+        u, status = u.contiguous(), status.contiguous()
+        g_z, g_multipliers, g_u = (None if g is None else g.contiguous() for g in grads)
         n, dv, db = len(u), torch.empty_like(u), u.new_full((len(u), plan.constraints), torch.nan)
-        pointers = dict(
-            zip(("u", "g_multipliers", "g_u", "g_z", "status"), map(_address, kept), strict=True)
-        )
         call = _filled(
             _structures["Backward"],
             plan=addressof(structure),
-            rules=addressof(_rules(Rules())),
+            rules=addressof((self._given.get(u.dtype) or self._rules(_USUAL, u.dtype)).structure),
             dv=dv.data_ptr(),
             db=db.data_ptr(),
             samples=n,
             single=u.dtype == torch.float32,
             next=0,
             unsolved=n,
-            **pointers,
+            u=u.data_ptr(),
+            g_multipliers=_address(g_multipliers),
+            g_u=_address(g_u),
+            g_z=_address(g_z),
+            status=status.data_ptr(),
         )
         self._run("backward", call, plan)
         if redundant:

@@ -33,6 +33,10 @@ class Problem(ABC):
         """The same kind with other tensors, and no start."""
 
     @abstractmethod
+    def started(self, start: Tensor | None, *inputs: Tensor) -> "Problem":
+        """The same kind and group with other tensors and another start."""
+
+    @abstractmethod
     def bare(self) -> "Problem":
         """The same kind without tensors, for an autograd function to keep."""
 

@@ -51,6 +51,10 @@ class Linear(Problem):
         v, data, b = inputs
         return Linear(self.prepared, v, data, b)
 
+    def started(self, start: Tensor | None, *inputs: Tensor) -> "Linear":
+        v, data, b = inputs
+        return Linear(self.prepared, v, data, b, start, self.group)
+
     def bare(self) -> "Linear":
         return Linear(self.prepared, _NOTHING, _NOTHING, _NOTHING)
 
@@ -58,7 +62,7 @@ class Linear(Problem):
         return (inputs[1],)
 
     def restored(self, needed: Sequence[Tensor]) -> "Linear":
-        return replace(self, data=needed[0])
+        return Linear(self.prepared, _NOTHING, needed[0], _NOTHING)
 
     def joined(
         self, inputs: Sequence[Tensor], dims: Sequence[int | None], size: int
