@@ -37,11 +37,12 @@ def matched_loss(
     _check_target(y, solution.z.shape, "solution.z")
     check_unwritten(solution)
     problem, outcome = solution._problem, solution._outcome
-    flat = y.to(solution.z.dtype).reshape(outcome.z.shape)
+    y, shape = y.to(solution.z.dtype), solution.status.shape
+    flat = y if y.ndim == 2 else y.reshape(outcome.z.shape)
     found = outcome.z, outcome.multipliers, outcome.u, outcome.status
     known = outcome.failed == 0
     loss = apply(_Matched, problem.bare(), known, flat, *found, *problem.inputs)
-    return _reduce(loss.reshape(solution.status.shape), reduction)
+    return _reduce(loss if len(shape) == 1 else loss.reshape(shape), reduction)
 
 
 @final
@@ -89,7 +90,9 @@ class _Matched(torch.autograd.Function):
             ok = ((status == Status.CONVERGED) | (status == Status.MAX_ITERATIONS)).unsqueeze(-1)
             g, y, z, multipliers = (torch.where(ok, x, 0) for x in (g, y, z, multipliers))
             dy = None if dy is None else torch.where(ok, dy, 0)
-        _, *others = kind.envelope(multipliers, u, z, g, needs[7:])
+        others: Any = (None,) * (len(needs) - 8)
+        if any(needs[8:]):
+            _, *others = kind.envelope(multipliers, u, z, g, needs[7:])
         return None, None, dy, None, None, None, None, g * (z - y), *others
 
     @staticmethod
