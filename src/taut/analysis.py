@@ -259,7 +259,8 @@ def _reduced(A: Tensor, unit: Tensor, norms: Tensor, precision: float) -> Reduce
     for _ in range(2):  # the second time for what rounding left
         more = torch.linalg.solve_triangular(R, (rest @ Q).mT, upper=True).mT
         rest, parts = rest - more @ base, parts + more
-    if bool((rest.abs() > 32 * precision * (1 + parts.abs() @ base.abs())).any()):
+    own = 8 * torch.finfo(A.dtype).eps * (1 + parts.abs() @ base.abs()).norm(dim=-1)
+    if bool((rest.norm(dim=-1) > own.clamp_min(8 * precision * A.shape[1] ** 0.5)).any()):
         return None
     fold = torch.eye(len(A), dtype=A.dtype, device=A.device)
     size = norms.where(norms > 0, 1).squeeze(-1)
