@@ -86,6 +86,19 @@ class Basis(ABC):
         """For each equation the size of what it is made of: of those that imply it, if left out."""
         return scale
 
+    def contradictory(self, b: Float[Tensor, "n I"], eps: float) -> Bool[Tensor, "n"]:
+        """Where b, given to `eps`, is plainly out of the range of A."""
+        gap = (b - self.project(b)).abs()
+        return (gap > eps**0.5 * b.abs().amax(-1, keepdim=True)).any(-1)
+
+    def smallest(self, A: LinearMap, v: Tensor, raw: Tensor, eps: float) -> Tensor:
+        """Of all multipliers that give the u of `raw`, the smallest."""
+        least = self.project(raw)
+        # Equations that are redundant only to the precision of A do move u when λ is large.
+        moved = A.adjoint(least - raw).abs()
+        scale = A.abs().adjoint(least.abs() + raw.abs()) + v.abs()
+        return torch.where((moved <= 8 * eps * scale).all(-1, keepdim=True), least, raw)
+
     @abstractmethod
     def take(self, index: Int[Tensor, "n"]) -> "Basis":
         """The basis of the samples at `index`."""

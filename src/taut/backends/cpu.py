@@ -272,19 +272,17 @@ class Cpu:
         )
         self._run("solve", call, plan)
         found = Outcome(z, multipliers, u, residual, iterations, status, call.unsolved)
-        return found if self._basis.left_out is None else self._smallest(found, b)
+        return found if self._basis.left_out is None else self._smallest(found, v, b)
 
-    def _smallest(self, found: Outcome, b: Tensor) -> Outcome:
+    def _smallest(self, found: Outcome, v: Tensor, b: Tensor) -> Outcome:
         """With the smallest multipliers; where redundant equations contradict each other, open."""
         basis, dtype, eps = self._basis, found.z.dtype, torch.finfo(found.z.dtype).eps
         raw, b = found.multipliers.to(torch.float64), b.to(torch.float64)
-        least = basis.project(raw)
-        gap = (b - basis.project(b)).abs_().amax(-1) > eps**0.5 * b.abs().amax(-1)
-        if not getattr(basis, "exact", True):
-            # Equations that are redundant only to the precision of A do move u when λ is large.
-            moved = basis.map.adjoint(least - raw).abs()
-            scale = basis.map.abs().adjoint(least.abs() + raw.abs()) + found.u.abs()
-            least = torch.where((moved <= 8 * eps * scale).all(-1, keepdim=True), least, raw)
+        if getattr(basis, "exact", True):
+            least = basis.project(raw)
+        else:
+            least = basis.smallest(basis.map, v.to(torch.float64), raw, eps)
+        gap = basis.contradictory(b, eps)
         status, failed = found.status, found.failed
         if bool(gap.any()):
             status = status.masked_fill(gap, -1)

@@ -90,7 +90,10 @@ def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
         progress = progress.after(state, status, proofs, iteration)
         count = int(progress.open.sum())
         if count == 0 or worth_leaving_out(count, state):
-            multipliers = smallest(search.task, state.multipliers)
+            task = search.task
+            multipliers = task.basis.leave(state.multipliers)
+            if task.basis.left_out is not None:
+                multipliers = task.basis.smallest(task.A, task.v, multipliers, task.eps)
             if progress.proofs is not None:
                 proven = (progress.status == Status.INFEASIBLE).unsqueeze(-1)
                 multipliers = torch.where(proven, progress.proofs, multipliers)
@@ -212,8 +215,7 @@ def _redundant(task: Task, state: State, status: Tensor) -> Tensor:
     # An equation left out is as exact as those that imply it, given to eps, allow.
     alike = relative(state.residual, task.basis.folded(scale)) <= max(16 * eps, _FLOOR)
     status = status.where(~(solved & alike), int(Status.CONVERGED))
-    gap = task.b - task.basis.project(task.b)
-    apart = (gap.abs() > eps**0.5 * task.b.abs().amax(-1, keepdim=True)).any(-1)
+    apart = task.basis.contradictory(task.b, eps)
     return status.where((status >= 0) | ~(apart | solved), int(Status.INCONSISTENT))
 
 
@@ -248,18 +250,6 @@ def _lower(search: Search, state: State) -> State:
         better = (size < before).nonzero().squeeze(-1)
         state.write(better, trial.take(better))
     return state
-
-
-def smallest(task: Task, multipliers: Float[Tensor, "n I"]) -> Tensor:
-    """The multipliers of A from those of the basis: of all that give u, the smallest."""
-    raw = task.basis.leave(multipliers)
-    if task.basis.left_out is None:
-        return raw
-    least = task.basis.project(raw)
-    # Equations that are redundant only to the precision of A do move u when λ is large.
-    moved = task.A.adjoint(least - raw).abs()
-    scale = task.A.abs().adjoint(least.abs() + raw.abs()) + task.v.abs()
-    return torch.where((moved <= 8 * task.eps * scale).all(-1, keepdim=True), least, raw)
 
 
 def size_of_b(task: Task) -> Tensor:
