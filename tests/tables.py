@@ -1,20 +1,25 @@
-"""The tables every test runs over: activations × solvers × problems with known answers.
+"""The tables every test runs over, and the one builder of problems.
 
-A row put in the registry appears in `ROWS` at once, alone, weighted, tempered and mixed.
+An activation put in the registry appears in `ALL` at once, alone, weighted and tempered. A kind of
+constraint is a line of `KINDS`, a regime a line of `REGIMES`, a backend a line of `BACKENDS`.
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from torch import Tensor
 
 import taut
+from taut import Status
 from taut.activations import ACTIVATIONS, bounded, mixed, srlu, tempered, weighted
+from taut.analysis import Basis
+from taut.backends import Backend, Torch, backend_for, cpu
 
 SEED = int(os.environ.get("TAUT_TEST_SEED", "0"))  # set by pytest --seed
-K = 5  # rows with one parameter per coordinate have this many
+K = 5  # activations with one parameter per output have this many
 
 
 def generator(stream: int) -> torch.Generator:
@@ -26,11 +31,13 @@ def _t(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+# Activations
+
 LOWER, UPPER = _t(-1.0, 0.0, 2.0, -5.0, 0.1), _t(1.0, 3.0, 2.5, 5.0, 0.2)
 WEIGHTS = _t(0.5, 1.0, 2.0, 3.0, 0.25)
 TEMPERATURES = _t(0.5, 1.0, 2.0, 1.5, 0.75)
 
-#: One of each way to build a row.
+#: One of each way to build an activation.
 DERIVED = {
     "srlu(0.5, 2)": srlu(0.5, 2.0),
     "srlu(2, 2)": srlu(2.0, 2.0),
@@ -52,25 +59,49 @@ DERIVED = {
     ),
     "weighted mixed": weighted(mixed(["exp", "sigmoid", "tanh", "linear", "exp"]), WEIGHTS),
 }
-ROWS: dict[str, taut.Activation] = {
+ALL: dict[str, taut.Activation] = {
     **ACTIVATIONS,
-    **{f"weighted {name}": weighted(row, WEIGHTS) for name, row in ACTIVATIONS.items()},
-    **{f"tempered {name}": tempered(row, TEMPERATURES) for name, row in ACTIVATIONS.items()},
+    **{f"weighted {name}": weighted(a, WEIGHTS) for name, a in ACTIVATIONS.items()},
+    **{f"tempered {name}": tempered(a, TEMPERATURES) for name, a in ACTIVATIONS.items()},
     **DERIVED,
 }
-#: For what takes long: the paper's table, and every kind of derived row once.
-SHORT = {
+#: For what takes long: the paper's table, and every kind of derived activation once.
+FEW = {
     **ACTIVATIONS,
     **{
         name: DERIVED[name]
         for name in ("bounded each", "tempered weighted tanh", "mixed of derived")
     },
 }
+each_activation = pytest.mark.parametrize("activation", ALL.values(), ids=ALL.keys())
+few_activations = pytest.mark.parametrize("activation", FEW.values(), ids=FEW.keys())
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+shared_or_own = pytest.mark.parametrize("own", [False, True], ids=["shared A", "A per sample"])
 
 
-def target(row: taut.Activation, *batch: int, dtype: torch.dtype = torch.float64) -> Tensor:
+def target(activation: taut.Activation, *batch: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """Outputs in the interior of the range: what a feasible b is made of."""
-    return row.sigma(torch.randn(*batch, K, dtype=torch.float64)).to(dtype)
+    return activation.sigma(torch.randn(*batch, K, dtype=torch.float64)).to(dtype)
+
+
+# Backends, as (basis, activation) -> Backend; the fastest one for what it does not suit
+
+BACKENDS: dict[str, Callable[[Basis, taut.Activation], Backend]] = {
+    "torch": lambda basis, activation: Torch()
+}
+if cpu.variant() is not None:
+    BACKENDS["cpu"] = backend_for
+each_backend = pytest.mark.parametrize("backend", BACKENDS)
+needs_cpu = pytest.mark.skipif("cpu" not in BACKENDS, reason="no kernel: was there a compiler?")
+
+
+def prepared(A: Tensor, activation: str | taut.Activation, backend: str) -> taut.Prepared:
+    """`taut.prepare`, with the backend of that name."""
+    found = taut.prepare(A.detach(), activation)
+    return replace(found, backend=BACKENDS[backend](found.basis, found.activation))
+
+
+# Measures
 
 
 def apply(A: Tensor, z: Tensor) -> Tensor:
@@ -90,28 +121,28 @@ def relative_residual(A: Tensor, b: Tensor, z: Tensor) -> float:
     return ratio.max().item() if ratio.numel() else 0.0
 
 
-def output_rounding(row: taut.Activation, z: Tensor) -> Tensor:
+def output_rounding(activation: taut.Activation, z: Tensor) -> Tensor:
     """What a few roundings change in z = σ(u), which may be computed as lower + width·s(u)."""
-    lower, upper = row.range.bounds(z)
+    lower, upper = activation.range.bounds(z)
     width = (upper - lower).where((upper - lower).isfinite(), 1.0)
     return 4 * torch.finfo(z.dtype).eps * (z.abs() + width)
 
 
-def condition(solution: taut.Solution, A: Tensor, row: taut.Activation) -> float:
+def condition(solution: taut.Solution, A: Tensor, activation: taut.Activation) -> float:
     """The largest condition number of A diag(σ'(u)) Aᵀ, scaled to a unit diagonal."""
-    gram = A * row.slope(solution.u.detach()).unsqueeze(-2) @ A.mT
+    gram = A * activation.slope(solution.u.detach()).unsqueeze(-2) @ A.mT
     scale = gram.diagonal(dim1=-2, dim2=-1).rsqrt()
     return torch.linalg.cond(gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)).max().item()
 
 
-def spread(solution: taut.Solution, v: Tensor, A: Tensor, b: Tensor, row: taut.Activation):
+def spread(solution: taut.Solution, v: Tensor, A: Tensor, b: Tensor, activation: taut.Activation):
     """How far z and λ of two CONVERGED solutions of one float64 problem can be apart, each entry.
 
     Both have |A z − b| within 32 eps of what is rounded in it. To first order a change r of the
     residual moves λ by H⁻¹r and z by diag(w) Aᵀ H⁻¹r, with H = A diag(w) Aᵀ.
     """
     z, u = solution.z.detach(), solution.u.detach()
-    w, eps = row.slope(u), torch.finfo(torch.float64).eps
+    w, eps = activation.slope(u), torch.finfo(torch.float64).eps
     rounded = z.abs() + w * (u.abs() + v.abs())
     r = 64 * eps * (b.abs() + apply(A.abs(), rounded))
     inverse = torch.linalg.pinv(A * w.unsqueeze(-2) @ A.mT, hermitian=True)
@@ -119,8 +150,250 @@ def spread(solution: taut.Solution, v: Tensor, A: Tensor, b: Tensor, row: taut.A
     return apply(gain.abs(), r) + 4 * eps * rounded, apply(inverse.abs(), r) + eps
 
 
+# Problems
+
+
+def _independent(draw: "_Draw", *shape: int) -> Tensor:
+    return draw.randn(*shape)
+
+
+def _redundant(draw: "_Draw", *shape: int) -> Tensor:
+    """A half of the equations, at least one, is made of the others."""
+    *batch, I, outputs = shape
+    kept = max(1, I // 2)
+    A, mix = draw.randn(*batch, kept, outputs), draw.randn(*batch, I - kept, kept)
+    return torch.cat([A, mix @ A], -2)
+
+
+def _ill_conditioned(draw: "_Draw", *shape: int) -> Tensor:
+    """A condition number of 10⁶, beyond which a ConditionWarning is given."""
+    *batch, I, outputs = shape
+    left = torch.linalg.qr(draw.randn(*batch, I, I)).Q
+    right = torch.linalg.qr(draw.randn(*batch, outputs, I)).Q
+    return left * torch.logspace(0, -6, I, dtype=torch.float64) @ right.mT
+
+
+def _with_zeros(draw: "_Draw", *shape: int, row: int | None = None, column: int | None = None):
+    A = draw.randn(*shape)
+    A[..., slice(None) if row is None else row, slice(None) if column is None else column] = 0
+    return A
+
+
+def _square(draw: "_Draw", *shape: int) -> Tensor:
+    outputs = shape[-1]
+    return torch.eye(outputs, dtype=torch.float64) + 0.3 * draw.randn(outputs, outputs)
+
+
+def _scaled(draw: "_Draw", *shape: int) -> Tensor:
+    return draw.randn(*shape) * torch.logspace(-4, 4, shape[-2], dtype=torch.float64)[:, None]
+
+
+def _some_redundant(draw: "_Draw", *shape: int) -> Tensor:
+    A = draw.randn(*shape)
+    A[0] = _redundant(draw, *shape[1:])
+    return A
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Random numbers in float64, from a source of their own or from torch's."""
+
+    source: torch.Generator | None
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.source, dtype=torch.float64)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return 2 * torch.rand(*shape, generator=self.source, dtype=torch.float64) - 1
+
+
 @dataclass(frozen=True)
 class Problem:
+    """Samples of one kind of constraint, and what is known of their answers.
+
+    `v, A, b = problem(…)` takes equations apart.
+    """
+
+    activation: taut.Activation
+    v: Tensor
+    constraints: dict[str, Tensor]  # as `project` takes them
+    status: Tensor  # the right verdicts
+    y: Tensor | None = None  # outputs in the range that satisfy the constraints
+    z: Tensor | None = None  # the right answer, where it is known, and its multipliers
+    multipliers: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((self.v, *self.constraints.values()))
+
+    @property
+    def A(self) -> Tensor:
+        return self.constraints["A"]
+
+    @property
+    def b(self) -> Tensor:
+        return self.constraints["b"]
+
+    def solve(self, **options) -> taut.Solution:
+        return taut.project(self.v, **self.constraints, activation=self.activation, **options)
+
+    def with_b(self, b: Tensor, status: Tensor) -> "Problem":
+        return replace(self, constraints={**self.constraints, "b": b}, status=status, z=None)
+
+
+def _beyond_reach(found: Problem) -> Problem:
+    """The first equation of every other sample asks for more than the range has."""
+    A, b, status = found.A.clone(), found.b.clone(), found.status.clone()
+    lower, upper = (x.expand(A.shape[-1]) for x in found.activation.range.bounds(found.v))
+    sign = torch.where(upper.isfinite(), 1.0, torch.where(lower.isfinite(), -1.0, 0.0))
+    A[..., 0, :] = sign * (A[..., 0, :].abs() + 0.1)
+    b = apply(A, found.y)
+    most = (A[..., 0, :] * torch.where(upper.isfinite(), upper, lower.where(sign < 0, 0.0))).sum(-1)
+    b[1::2, 0] = (most + 0.1 + 0.1 * most.abs()).expand(len(b))[1::2]
+    status[1::2] = Status.INFEASIBLE
+    return replace(found.with_b(b, status), constraints={"A": A, "b": b})
+
+
+def _contradicted(found: Problem) -> Problem:
+    """In every other sample a redundant equation asks for something else than the others."""
+    b, status = found.b.clone(), found.status.clone()
+    b[1::2, -1] += 1 + b[1::2].abs().amax(-1)
+    status[1::2] = Status.INCONSISTENT
+    return found.with_b(b, status)
+
+
+def _not_finite(found: Problem) -> Problem:
+    """NaN and ±inf, in v and in b."""
+    v, b, status = found.v.clone(), found.b.clone(), found.status.clone()
+    v[1::4, 0], b[3::4, -1] = torch.nan, torch.inf
+    status[1::2] = Status.NONFINITE
+    return replace(found.with_b(b, status), v=v)
+
+
+@dataclass(frozen=True)
+class Regime:
+    """What is hard about a problem."""
+
+    matrix: Callable[..., Tensor] = _independent
+    size: float = 2.0  # v lies in ±size
+    planted: bool = False  # b from z = σ(v + Aᵀλ): the answer is known
+    end: bool = False  # b from a y of which some outputs are at an end of the range
+    then: Callable[[Problem], Problem] | None = None
+    feasible: bool = True
+
+
+REGIMES = {
+    "plain": Regime(),
+    "planted": Regime(planted=True),
+    "saturated": Regime(size=20.0),
+    "redundant": Regime(_redundant, planted=True),
+    "ill-conditioned": Regime(_ill_conditioned, planted=True),
+    "at the edge": Regime(end=True),
+    "infeasible": Regime(then=_beyond_reach, feasible=False),
+    "inconsistent": Regime(_redundant, then=_contradicted, feasible=False),
+    "not finite": Regime(then=_not_finite, feasible=False),
+}
+
+
+def has(regime: str, activation: taut.Activation) -> bool:
+    """Can it be so? Nothing is out of reach where outputs are free in both directions."""
+    lower, upper = activation.range.bounds(torch.zeros(K))
+    return regime not in ("infeasible", "at the edge") or bool(
+        (lower.isfinite() | upper.isfinite()).all()
+    )
+
+
+def _equations(
+    activation: taut.Activation, regime: Regime, draw: _Draw, batch: tuple[int, ...], A: Tensor
+) -> Problem:
+    """A z = b."""
+    shape = (*batch, A.shape[-1])
+    v = regime.size * draw.uniform(*shape)
+    y, z = activation.sigma(draw.randn(*shape)), None
+    multipliers = draw.randn(*batch, A.shape[-2]) / A.norm(dim=-1).clamp_min(1e-300).sqrt()
+    if regime.end:
+        lower, upper = activation.range.bounds(v)
+        end = torch.where(upper.isfinite(), upper, lower)
+        y = y.where((draw.uniform(*shape) < 0) | ~end.isfinite(), end)
+    if regime.planted:
+        y = z = activation.sigma(v + apply(A.mT, multipliers))
+    status = torch.zeros(batch, dtype=torch.long)
+    found = Problem(activation, v, {"A": A, "b": apply(A, y)}, status, y, z, multipliers)
+    return found if regime.then is None else regime.then(found)
+
+
+#: What is constrained, and how. Inequalities and nonlinear equations get a line each.
+KINDS = {"equations": _equations}
+
+
+def problem(
+    activation: str | taut.Activation = "sigmoid",
+    regime: str = "plain",
+    *,
+    kind: str = "equations",
+    n: int | tuple[int, ...] = 6,
+    I: int = 2,
+    K: int = K,
+    own: bool = False,
+    dtype: torch.dtype = torch.float64,
+    seed: int | None = None,
+    **changes,
+) -> Problem:
+    """The one builder. `n` are the batch dimensions, `own` gives each sample its A.
+
+    Without `seed` it draws from torch's generator, so that two calls give two problems.
+    `changes` are of the regime: `size=20.0`, `matrix=…`.
+    """
+    batch = (n,) if isinstance(n, int) else n
+    draw = _Draw(None if seed is None else generator(seed))
+    chosen = replace(REGIMES[regime], **changes)
+    A = chosen.matrix(draw, *(batch if own else ()), I, K)
+    found = KINDS[kind](taut.activations.resolve(activation), chosen, draw, batch, A)
+    given = {name: x.to(dtype) for name, x in found.constraints.items()}
+    return replace(found, v=found.v.to(dtype), constraints=given)
+
+
+#: Shapes of problems, and matrices that are worth a test of their own: arguments of `problem`.
+SHAPES: dict[str, dict] = {
+    "sum": {"matrix": lambda draw, *shape: torch.ones(1, K, dtype=torch.float64)},
+    "two equations": {},
+    "no equations": {"I": 0},
+    "redundant equations": {"I": 4, "matrix": _redundant},
+    "zero equation": {"I": 3, "matrix": lambda *x: _with_zeros(*x, row=1)},
+    "zero output": {"matrix": lambda *x: _with_zeros(*x, column=2)},
+    "only zeros": {"matrix": _with_zeros},
+    "I = K": {"I": K, "matrix": _square},
+    "I > K": {"matrix": lambda *x: torch.cat([_square(*x), x[0].randn(2, K)])},
+    "A per sample": {"own": True},
+    "some A redundant": {"own": True, "I": 4, "matrix": _some_redundant},
+    "equations of very different size": {"matrix": _scaled},
+    "unbatched": {"n": ()},
+    "batch of one": {"n": 1},
+    "empty batch": {"n": 0},
+    "leading dimensions": {"n": (2, 3)},
+    "leading dimensions, A per sample": {"n": (2, 3), "own": True},
+    "leading empty dimension": {"n": (3, 0)},
+}
+each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+each_regime = pytest.mark.parametrize("regime", REGIMES)
+
+
+# Solvers, and how near they come
+
+SOLVERS = {
+    "Newton": (taut.Newton(), 1e-12),
+    "GradientDescent": (
+        taut.GradientDescent(step=1.0, min_step=1e-12, threshold=1e-13, max_iterations=2000),
+        1e-5,
+    ),
+}
+
+
+# For files that have not moved yet
+ROWS, SHORT = ALL, FEW
+
+
+@dataclass(frozen=True)
+class _Problem:
     """Matrices A that are worth a test of their own; b is always feasible."""
 
     name: str
@@ -137,7 +410,7 @@ class Problem:
         return v.to(dtype), A.to(dtype), b.to(dtype)
 
 
-def _redundant() -> Tensor:
+def _old_redundant() -> Tensor:
     A = torch.randn(2, K)
     return torch.stack([A[0], A[1], A[0] + A[1], 2 * A[0]])
 
@@ -154,29 +427,29 @@ def _with_zero_column() -> Tensor:
     return A
 
 
-def _square() -> Tensor:
+def _old_square() -> Tensor:
     return torch.eye(K) + 0.3 * torch.randn(K, K)
 
 
 PROBLEMS = [
-    Problem("sum", lambda: torch.ones(1, K)),
-    Problem("two rows", lambda: torch.randn(2, K)),
-    Problem("no rows", lambda: torch.zeros(0, K)),
-    Problem("redundant rows", _redundant),
-    Problem("zero row", _with_zero_row),
-    Problem("zero column", _with_zero_column),
-    Problem("only zeros", lambda: torch.zeros(2, K)),
-    Problem("I = K", _square),
-    Problem("I > K", lambda: torch.cat([_square(), torch.randn(2, K)])),
-    Problem("A per sample", lambda: torch.randn(6, 2, K)),
-    Problem("some A redundant", lambda: torch.stack([_redundant()] + 5 * [torch.randn(4, K)])),
-    Problem("rows of very different size", lambda: torch.randn(2, K) * _t(1e-4, 1e4)[:, None]),
-    Problem("unbatched", lambda: torch.randn(2, K), batch=()),
-    Problem("batch of one", lambda: torch.randn(2, K), batch=(1,)),
-    Problem("empty batch", lambda: torch.randn(2, K), batch=(0,)),
-    Problem("leading dimensions", lambda: torch.randn(2, K), batch=(2, 3)),
-    Problem("leading dimensions, A per sample", lambda: torch.randn(2, 3, 2, K), batch=(2, 3)),
-    Problem("leading empty dimension", lambda: torch.randn(2, K), batch=(3, 0)),
+    _Problem("sum", lambda: torch.ones(1, K)),
+    _Problem("two rows", lambda: torch.randn(2, K)),
+    _Problem("no rows", lambda: torch.zeros(0, K)),
+    _Problem("redundant rows", _old_redundant),
+    _Problem("zero row", _with_zero_row),
+    _Problem("zero column", _with_zero_column),
+    _Problem("only zeros", lambda: torch.zeros(2, K)),
+    _Problem("I = K", _old_square),
+    _Problem("I > K", lambda: torch.cat([_old_square(), torch.randn(2, K)])),
+    _Problem("A per sample", lambda: torch.randn(6, 2, K)),
+    _Problem("some A redundant", lambda: torch.stack([_old_redundant()] + 5 * [torch.randn(4, K)])),
+    _Problem("rows of very different size", lambda: torch.randn(2, K) * _t(1e-4, 1e4)[:, None]),
+    _Problem("unbatched", lambda: torch.randn(2, K), batch=()),
+    _Problem("batch of one", lambda: torch.randn(2, K), batch=(1,)),
+    _Problem("empty batch", lambda: torch.randn(2, K), batch=(0,)),
+    _Problem("leading dimensions", lambda: torch.randn(2, K), batch=(2, 3)),
+    _Problem("leading dimensions, A per sample", lambda: torch.randn(2, 3, 2, K), batch=(2, 3)),
+    _Problem("leading empty dimension", lambda: torch.randn(2, K), batch=(3, 0)),
 ]
 
 
@@ -230,12 +503,3 @@ def known() -> list[Known]:
         Known("equal logits", "sigmoid", 0 * v, ones, _t(2.5), half),
         Known("K = 1", "exp", v[:, :1], _t(2)[None], _t(3), 1.5 * torch.ones_like(v[:, :1])),
     ]
-
-
-SOLVERS = {
-    "Newton": (taut.Newton(), 1e-12),
-    "GradientDescent": (
-        taut.GradientDescent(step=1.0, min_step=1e-12, threshold=1e-13, max_iterations=2000),
-        1e-5,
-    ),
-}

@@ -1,15 +1,19 @@
-"""The house: who may import whom, what the core needs, what it shows, how long its parts are."""
+"""The house: who may import whom, what the core needs and shows, sizes; every document runs."""
 
 import ast
+import doctest
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import taut
 
-ROOT = Path(taut.__file__).parent
+PACKAGE = Path(taut.__file__).parent
+ROOT = Path(__file__).parent.parent
 #: From the ground up. A module may import from its own storey's folder, and from those before.
 STOREYS = [
     "autograd",
@@ -32,8 +36,8 @@ STOREYS = [
     "experiments",
     "cli",
 ]
-FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
-each_file = pytest.mark.parametrize("path", FILES, ids=[str(x.relative_to(ROOT)) for x in FILES])
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+each_file = pytest.mark.parametrize("path", FILES, ids=[str(x.relative_to(PACKAGE)) for x in FILES])
 
 
 def storey(name: str) -> int:
@@ -59,7 +63,7 @@ def imports(tree: ast.Module) -> list[str]:
 
 @each_file
 def test_imports_go_one_way(path):
-    own = storey("taut." + ".".join(path.relative_to(ROOT).with_suffix("").parts))
+    own = storey("taut." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts))
     for name in imports(ast.parse(path.read_text(encoding="utf-8"))):
         assert storey(name) <= own, f"{path.name} imports {name}"
 
@@ -89,7 +93,7 @@ def test_public_names():
         "Prepared Projection Solution SolveError Solver Status activations backends bregman_loss "
         "is_certificate matched_loss prepare project"
     ).split()
-    shown = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    shown = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     names = [x.asname for n in shown.body if isinstance(n, ast.ImportFrom) for x in n.names]
     assert sorted(names) == sorted(expected)
     for name in expected:
@@ -107,3 +111,68 @@ def test_files_and_functions_are_short(path):
             if ast.get_docstring(node) is not None:
                 length -= start.end_lineno - start.lineno + 1
             assert length <= 50, f"{path.name}: {node.name} has {length} lines"
+
+
+# Documents stay true by running: ```python blocks as scripts, ```pycon blocks as doctests
+
+BLOCK = re.compile(r"^```(python|pycon)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def blocks(text):
+    """Each block as (language, first line number, source), in the order of the document."""
+    return [(m[1], text.count("\n", 0, m.start(2)) + 1, m[2]) for m in BLOCK.finditer(text)]
+
+
+def run(text, name):
+    """Runs all blocks of a document in one namespace, as a reader would from top to bottom."""
+    namespace = {"__name__": "__main__"}
+    for language, line, source in blocks(text):
+        if language == "python":
+            # The blank lines make tracebacks show the document's own line numbers.
+            exec(compile("\n" * (line - 1) + source, name, "exec"), namespace)
+        else:
+            # Set afterwards, because DocTest copies the globals it is given.
+            test = doctest.DocTestParser().get_doctest(source, {}, name, name, line - 1)
+            test.globs = namespace
+            report = []
+            doctest.DocTestRunner(optionflags=FLAGS).run(test, out=report.append, clear_globs=False)
+            if report:
+                pytest.fail("".join(report), pytrace=False)
+
+
+@pytest.fixture
+def as_reader(monkeypatch, tmp_path):
+    """A reader has torch's default dtype, and whatever a block writes is not ours to keep."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(tmp_path)
+    yield
+    torch.set_default_dtype(dtype)
+
+
+def test_readme_has_examples():
+    assert blocks((ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/index.md", "docs/theory.md", "docs/xor.md"]
+)
+@pytest.mark.usefixtures("as_reader")
+def test_examples(document):
+    run((ROOT / document).read_text(encoding="utf-8"), document)
+
+
+def test_later_blocks_see_earlier_names():
+    run("```python\nx = 1\n```\n```pycon\n>>> y = x\n>>> y\n1\n```\n```python\nx + y\n```\n", "d")
+
+
+def test_wrong_output_fails_with_its_line():
+    with pytest.raises(pytest.fail.Exception, match=r'File "d", line 4'):
+        run("text\n\n```pycon\n>>> 1 + 1\n3\n```\n", "d")
+
+
+def test_error_names_the_documents_line():
+    with pytest.raises(ZeroDivisionError) as error:
+        run("text\n\n```python\n1 / 0\n```\n", "d")
+    assert error.traceback[-1].lineno == 3  # counted from 0

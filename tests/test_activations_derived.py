@@ -1,4 +1,4 @@
-"""Rows made from rows: bounded, weighted, tempered, mixed; names; parameters that make no sense."""
+"""Activations made from others: bounded, weighted, tempered, mixed; names; bad parameters."""
 
 import copy
 import math
@@ -10,7 +10,7 @@ import torch
 from torch.testing import assert_close
 
 import taut
-from tables import LOWER, ROWS, TEMPERATURES, UPPER, WEIGHTS, K
+from tables import LOWER, TEMPERATURES, UPPER, WEIGHTS, K, both_dtypes, each_activation
 from taut.activations import ACTIVATIONS, bounded, mixed, resolve, srlu, tempered, weighted
 
 each_name = pytest.mark.parametrize("name", ACTIVATIONS)
@@ -18,11 +18,11 @@ each_name = pytest.mark.parametrize("name", ACTIVATIONS)
 
 def test_bounded_is_a_stretched_sigmoid():
     u = torch.randn(20, K)
-    row = bounded(LOWER, UPPER)
-    assert_close(row.sigma(u), LOWER + (UPPER - LOWER) * u.sigmoid())
-    assert_close(row.phi(u), LOWER * u + (UPPER - LOWER) * u.exp().log1p())
-    assert_close(torch.as_tensor(row.range.lower), LOWER)
-    assert_close(torch.as_tensor(row.range.upper), UPPER)
+    activation = bounded(LOWER, UPPER)
+    assert_close(activation.sigma(u), LOWER + (UPPER - LOWER) * u.sigmoid())
+    assert_close(activation.phi(u), LOWER * u + (UPPER - LOWER) * u.exp().log1p())
+    assert_close(torch.as_tensor(activation.range.lower), LOWER)
+    assert_close(torch.as_tensor(activation.range.upper), UPPER)
 
 
 def test_bounded_zero_one_is_the_sigmoid():
@@ -33,15 +33,17 @@ def test_bounded_zero_one_is_the_sigmoid():
 
 @each_name
 def test_weighted_and_tempered_are_their_formulas(name):
-    row, u = ACTIVATIONS[name], torch.randn(20, K)
-    assert_close(weighted(row, WEIGHTS).sigma(u), WEIGHTS * row.sigma(u))
-    assert_close(weighted(row, WEIGHTS).phi(u), WEIGHTS * row.phi(u))
-    assert_close(tempered(name, TEMPERATURES).sigma(u), row.sigma(u / TEMPERATURES))
-    assert_close(tempered(name, TEMPERATURES).phi(u), TEMPERATURES * row.phi(u / TEMPERATURES))
+    activation, u = ACTIVATIONS[name], torch.randn(20, K)
+    assert_close(weighted(activation, WEIGHTS).sigma(u), WEIGHTS * activation.sigma(u))
+    assert_close(weighted(activation, WEIGHTS).phi(u), WEIGHTS * activation.phi(u))
+    assert_close(tempered(name, TEMPERATURES).sigma(u), activation.sigma(u / TEMPERATURES))
+    assert_close(
+        tempered(name, TEMPERATURES).phi(u), TEMPERATURES * activation.phi(u / TEMPERATURES)
+    )
 
 
 @each_name
-def test_derived_rows_compose(name):
+def test_derived_activations_compose(name):
     """d·σ(u/τ) whichever comes first, and twice d is d²."""
     u = torch.randn(20, K)
     one = tempered(weighted(name, WEIGHTS), TEMPERATURES)
@@ -52,9 +54,9 @@ def test_derived_rows_compose(name):
     assert_close(twice.sigma(u), weighted(name, WEIGHTS**2).sigma(u))
 
 
-def test_ranges_of_derived_rows():
-    row = weighted(bounded(-1.0, 2.0), 3.0)
-    assert (row.range.lower, row.range.upper) == (-3.0, 6.0)
+def test_ranges_of_derived_activations():
+    activation = weighted(bounded(-1.0, 2.0), 3.0)
+    assert (activation.range.lower, activation.range.upper) == (-3.0, 6.0)
     assert weighted("exp", 2.0).range.upper == math.inf
     assert tempered("tanh", 2.0).range.lower == -1.0
     lower, upper = mixed(["exp", "tanh", "linear"]).range.bounds(torch.zeros(3))
@@ -75,13 +77,15 @@ MIXTURE = [
 
 
 @pytest.mark.parametrize("function", ["sigma", "slope", "phi", "inverse", "psi"])
-def test_mixed_is_each_row_on_its_coordinate(function):
+def test_mixed_is_each_activation_on_its_output(function):
     u = torch.randn(3, 4, len(MIXTURE))
-    rows = [resolve(a) for a in MIXTURE]
+    given = [resolve(a) for a in MIXTURE]
     x = u
     if function in ("inverse", "psi"):
-        x = torch.stack([row.sigma(u[..., k]) for k, row in enumerate(rows)], -1)
-    each = torch.stack([getattr(row, function)(x[..., k]) for k, row in enumerate(rows)], -1)
+        x = torch.stack([activation.sigma(u[..., k]) for k, activation in enumerate(given)], -1)
+    each = torch.stack(
+        [getattr(activation, function)(x[..., k]) for k, activation in enumerate(given)], -1
+    )
     assert_close(getattr(mixed(MIXTURE), function)(x), each, rtol=1e-13, atol=1e-14)
 
 
@@ -93,34 +97,43 @@ def test_mixed_calls_each_kind_once():
         return u.exp()
 
     kind = replace(ACTIVATIONS["exp"], sigma=counted)
-    rows = [weighted(kind, 1.0 + k) if k % 2 else kind for k in range(1000)]
-    mixed([*rows, "tanh"]).sigma(torch.zeros(4, 1001))
+    given = [weighted(kind, 1.0 + k) if k % 2 else kind for k in range(1000)]
+    mixed([*given, "tanh"]).sigma(torch.zeros(4, 1001))
     assert calls == [(4, 1000)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
-def test_rows_keep_the_dtype(row, dtype):
+@both_dtypes
+@each_activation
+def test_activations_keep_the_dtype(activation, dtype):
     """Parameters are held in float64; a float32 tensor must come back float32."""
     u = torch.randn(2, K, dtype=dtype)
-    z = row.sigma(u)
-    for x in (z, row.slope(u), row.phi(u), row.inverse(z), row.psi(z), row.bregman(z, z)):
+    z = activation.sigma(u)
+    for x in (
+        z,
+        activation.slope(u),
+        activation.phi(u),
+        activation.inverse(z),
+        activation.psi(z),
+        activation.bregman(z, z),
+    ):
         assert x.dtype == dtype
         assert x.shape == (2, K)
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
-def test_rows_survive_copying_and_pickling(row):
+@each_activation
+def test_activations_survive_copying_and_pickling(activation):
     u = torch.randn(2, K)
-    for twin in (copy.deepcopy(row), pickle.loads(pickle.dumps(row))):
-        assert twin.name == row.name
-        assert_close(twin.sigma(u), row.sigma(u), rtol=0, atol=0)
-        assert_close(twin.psi(row.sigma(u)), row.psi(row.sigma(u)), rtol=0, atol=0)
+    for twin in (copy.deepcopy(activation), pickle.loads(pickle.dumps(activation))):
+        assert twin.name == activation.name
+        assert_close(twin.sigma(u), activation.sigma(u), rtol=0, atol=0)
+        assert_close(
+            twin.psi(activation.sigma(u)), activation.psi(activation.sigma(u)), rtol=0, atol=0
+        )
 
 
-def test_a_new_row_is_one_activation():
+def test_a_new_activation_is_one_activation():
     """asinh, which is in no table: σ = asinh, φ its integral, ψ = cosh z."""
-    row = taut.Activation(
+    activation = taut.Activation(
         name="asinh",
         sigma=torch.asinh,
         slope=lambda u: (1 + u.square()).rsqrt(),
@@ -130,7 +143,7 @@ def test_a_new_row_is_one_activation():
         range=taut.Interval(-math.inf, math.inf),
     )
     v, A, y = torch.randn(6, K), torch.randn(2, K), torch.randn(6, K)
-    solution = taut.project(v, A, y @ A.mT, activation=row)
+    solution = taut.project(v, A, y @ A.mT, activation=activation)
     assert_close(solution.z @ A.mT, y @ A.mT, rtol=0, atol=1e-12)
     loss = taut.matched_loss(solution, y @ torch.eye(K))
     assert loss > 0
@@ -142,7 +155,7 @@ def test_a_new_row_is_one_activation():
 def test_names_are_resolved():
     assert resolve("exp") is ACTIVATIONS["exp"]
     assert resolve(ACTIVATIONS["tanh"]) is ACTIVATIONS["tanh"]
-    assert all(row.name == name for name, row in ACTIVATIONS.items())
+    assert all(activation.name == name for name, activation in ACTIVATIONS.items())
 
 
 @pytest.mark.parametrize(
@@ -161,7 +174,7 @@ def test_nothing_near_suggests_nothing():
 
 
 @pytest.mark.usefixtures("as_user")
-def test_an_activation_that_is_neither_name_nor_row():
+def test_an_activation_that_is_neither_name_nor_activation():
     with pytest.raises(TypeError, match=r"must be a name or a taut\.Activation; got builtin_funct"):
         taut.project(torch.zeros(2), torch.ones(1, 2), torch.ones(1), activation=torch.exp)
 
@@ -194,7 +207,7 @@ def test_bounded_without_room(lower, upper):
         bounded(lower, upper)
 
 
-def test_bounded_without_room_in_one_coordinate():
+def test_bounded_without_room_in_one_output():
     with pytest.raises(ValueError, match="finite lower < upper everywhere"):
         bounded(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 1.0]))
 
@@ -208,7 +221,7 @@ def test_weights_and_temperatures_are_positive(value):
 
 
 @pytest.mark.usefixtures("as_user")
-def test_parameters_are_numbers_or_one_per_coordinate():
+def test_parameters_are_numbers_or_one_per_output():
     with pytest.raises(ValueError, match=r"weights must be a number or a \(K,\) tensor; got \(2, "):
         weighted("exp", torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"upper must be a number or a \(K,\) tensor"):
@@ -220,33 +233,35 @@ def test_parameters_have_no_gradient_and_say_so():
         tempered("exp", torch.ones(2, requires_grad=True))
 
 
-@pytest.mark.parametrize("rows", [[], "exp"], ids=["none", "a name"])
-def test_mixed_needs_a_row_per_coordinate(rows):
+@pytest.mark.parametrize("given", [[], "exp"], ids=["none", "a name"])
+def test_mixed_needs_an_activation_per_output(given):
     with pytest.raises(ValueError, match="mixed needs one activation for each output"):
-        mixed(rows)
+        mixed(given)
 
 
-@pytest.mark.parametrize("row", [bounded(LOWER, UPPER), mixed(["exp", "tanh"])], ids=["a", "b"])
-def test_mixed_takes_rows_of_one_coordinate(row):
+@pytest.mark.parametrize(
+    "activation", [bounded(LOWER, UPPER), mixed(["exp", "tanh"])], ids=["a", "b"]
+)
+def test_mixed_takes_activations_of_one_output(activation):
     with pytest.raises(ValueError, match="mixed: the activation of output 1 is itself one for"):
-        mixed(["exp", row])
+        mixed(["exp", activation])
 
 
 def test_mixed_of_another_size():
-    row = mixed(["exp", "tanh"])
+    activation = mixed(["exp", "tanh"])
     with pytest.raises(ValueError, match=r"has 2 outputs; got a tensor of shape \(3,\)"):
-        row.sigma(torch.zeros(3))
+        activation.sigma(torch.zeros(3))
     with pytest.raises(ValueError, match="has parameters for 2 outputs, but v has K = 3"):
-        taut.project(torch.zeros(4, 3), torch.ones(1, 3), torch.ones(1), activation=row)
+        taut.project(torch.zeros(4, 3), torch.ones(1, 3), torch.ones(1), activation=activation)
 
 
 @pytest.mark.usefixtures("as_user")
 @pytest.mark.parametrize(
-    "row",
+    "activation",
     [weighted("exp", torch.ones(2)), bounded(torch.zeros(2), torch.ones(2))],
     ids=["weighted", "bounded"],
 )
-def test_parameters_of_another_size_quote_the_shapes(row):
+def test_parameters_of_another_size_quote_the_shapes(activation):
     """Not torch's own words about tensor a and tensor b."""
     with pytest.raises(ValueError, match=r"2.*\(4, 3\)"):
-        taut.project(torch.zeros(4, 3), torch.ones(1, 3), torch.ones(1), activation=row)
+        taut.project(torch.zeros(4, 3), torch.ones(1, 3), torch.ones(1), activation=activation)

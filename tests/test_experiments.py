@@ -18,7 +18,6 @@ from taut.experiments.xor.settings import FREE, INPUTS, VARIANTS, Settings, vari
 from taut.experiments.xor.teacher import Teacher, load_teacher, new_network, train_teacher
 from taut.experiments.xor.training import MEASURES, TEST_MEASURES, fresh_patterns, train
 from taut.experiments.xor.units import run_units, train_joint, train_predicted
-from test_readme import ROOT, run
 
 CPU = torch.device("cpu")
 
@@ -78,7 +77,7 @@ def test_teacher_survives_saving(teacher, tmp_path):
 
 
 def test_a_stuck_teacher_is_retried_with_another_seed(monkeypatch):
-    module = "taut.experiments.xor.teacher._attempt"
+    module = "taut.experiments.xor.teacher._attempt"  # no seed is known to be stuck for sure
     tried = []
 
     def attempt(inputs: str, seed: int, goal: float) -> Teacher:
@@ -91,7 +90,7 @@ def test_a_stuck_teacher_is_retried_with_another_seed(monkeypatch):
 
 
 def test_a_teacher_that_never_learns_is_an_error(monkeypatch):
-    module = "taut.experiments.xor.teacher._attempt"
+    module = "taut.experiments.xor.teacher._attempt"  # no seed is known never to learn
     monkeypatch.setattr(module, lambda *_: Teacher(new_network(), 0.75, 0, 1))
     with pytest.raises(RuntimeError, match=r"no XOR network reached .*best 75\.0%"):
         train_teacher("corners")
@@ -362,7 +361,3 @@ def test_settings_that_make_no_sense(wrong, message):
 def test_an_unknown_variant():
     with pytest.raises(ValueError, match="unknown variant 'fast'; known: scratch"):
         variant_named("fast")
-
-
-def test_the_page_runs():
-    run((ROOT / "docs" / "xor.md").read_text(encoding="utf-8"), "docs/xor.md")
