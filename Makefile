@@ -92,8 +92,10 @@ bench: $(BENCH_READY) ## 1 hour | side by side with peers (ARGS="--budget 0.8")
 variants: $(BENCH_READY) ## 3 min | each variant of the kernel beside torch
 	@$(BIN)/python benchmarks/variants.py $(ARGS)
 
-docs: $(DOCS_READY) ## 10 s | build the site into site/
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+docs: $(DOCS_READY) ## 10 s | build the site into site/ and look for what comes out wrong
+	@$(BIN)/python -m doctest website/docstrings.py
+	@$(BIN)/zensical build --strict --clean
+	@$(BIN)/python website/defects.py site
 
 clean: ## 1 s | remove environments, caches and built files; results stay
 	rm -rf .venv benchmarks/.envs site dist build src/*.egg-info src/taut/_kernel*.so .pytest_cache .ruff_cache .hypothesis

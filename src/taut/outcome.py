@@ -19,10 +19,15 @@ class Status(IntEnum):
     """
 
     CONVERGED = 0
+    """A z = b holds to rounding."""
     MAX_ITERATIONS = 1
+    """Not decided."""
     INFEASIBLE = 2
+    """No z in the range of the activation satisfies A z = b: proven."""
     INCONSISTENT = 3
+    """Redundant equations contradict one another."""
     NONFINITE = 4
+    """NaN or inf in v, A or b, or an overflow."""
 
     @classmethod
     def _missing_(cls, value: object) -> "Status | None":
@@ -114,7 +119,9 @@ class SolveError(RuntimeError):
     def __init__(self, message: str, status: Tensor, residual: Tensor):
         super().__init__(message)
         self.status = status
+        """That of the `Solution` which could not be returned."""
         self.residual = residual
+        """That of the `Solution` which could not be returned."""
 
     def __reduce__(self) -> tuple:
         return type(self), (self.args[0], self.status, self.residual)

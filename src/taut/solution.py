@@ -24,11 +24,17 @@ class Solution:
     """
 
     z: Float[Tensor, "*batch K"]
+    """The output: σ(u), with A z = b."""
     multipliers: Float[Tensor, "*batch I"]
+    """λ, one for each equation; of an INFEASIBLE sample, the certificate."""
     u: Float[Tensor, "*batch K"]
+    """v + Aᵀλ."""
     residual: Float[Tensor, "*batch"]
+    """The largest |A z − b| of the sample."""
     iterations: Int[Tensor, "*batch"]
+    """How many the solver took."""
     status: Int[Tensor, "*batch"]
+    """A `Status` for each sample, as an integer."""
     _problem: Problem
     _outcome: Outcome
     _versions: tuple[Any, ...]  # of the inputs, when they were solved

@@ -110,11 +110,17 @@ class Activation:
 
     name: str
     sigma: Elementwise
+    """σ(u), increasing."""
     slope: Elementwise
+    """σ'(u), with its digits also where σ has saturated."""
     phi: Elementwise
+    """φ(u), the convex function with φ' = σ."""
     inverse: Elementwise
+    """u(z) with σ(u) = z."""
     psi: Elementwise
+    """ψ(z) = z·u(z) − φ(u(z)), finite at the ends of the range too."""
     range: Interval
+    """The open interval of what σ(u) can be."""
     # How it was made from others, where it was: codes.py turns that into numbers.
     _form: "Affine | Mixture | None" = field(default=None, repr=False)
 

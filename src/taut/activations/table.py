@@ -88,6 +88,7 @@ exp = Activation(
     psi=_exp_psi,
     range=Interval(0.0, math.inf),
 )
+"""eᵘ, in (0, ∞). Its loss is that of Poisson counts, and with Σz = 1 cross-entropy."""
 sigmoid = Activation(
     name="sigmoid",
     sigma=_sigmoid,
@@ -97,6 +98,7 @@ sigmoid = Activation(
     psi=_sigmoid_psi,
     range=Interval(0.0, 1.0),
 )
+"""1/(1 + e⁻ᵘ), in (0, 1). Its loss is binary cross-entropy."""
 tanh = Activation(
     name="tanh",
     sigma=torch.tanh,
@@ -106,6 +108,7 @@ tanh = Activation(
     psi=_tanh_psi,
     range=Interval(-1.0, 1.0),
 )
+"""tanh u, in (−1, 1). Its loss is binary cross-entropy on ±1."""
 linear = Activation(
     name="linear",
     sigma=_identity,
@@ -115,6 +118,7 @@ linear = Activation(
     psi=_half_square,
     range=Interval(-math.inf, math.inf),
 )
+"""u itself. Its loss is half the squared error."""
 
 
 # The soft rectified linear unit: its inverse has no closed form, so ψ and B come from a root.
@@ -207,6 +211,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "srlu": srlu(),
     "tanh": tanh,
 }
+"""The paper's, by name."""
 
 
 def resolve(activation: str | Activation) -> Activation:
