@@ -101,53 +101,9 @@ def prepared(A: Tensor, activation: str | taut.Activation, backend: str) -> taut
     return replace(found, backend=BACKENDS[backend](found.basis, found.activation))
 
 
-# Measures
-
-
 def apply(A: Tensor, z: Tensor) -> Tensor:
     """A z, written in the plainest way."""
     return torch.einsum("...ik,...k->...i", A, z)
-
-
-def scale(A: Tensor, b: Tensor, z: Tensor) -> Tensor:
-    """1 + |b| + |A||z|: the size of what is rounded in A z − b."""
-    return 1 + b.abs() + apply(A.abs(), z.abs())
-
-
-def relative_residual(A: Tensor, b: Tensor, z: Tensor) -> float:
-    """The largest |A z − b| over its scale, evaluated in float64."""
-    A, b, z = A.detach().double(), b.detach().double(), z.detach().double()
-    ratio = (apply(A, z) - b).abs() / scale(A, b, z)
-    return ratio.max().item() if ratio.numel() else 0.0
-
-
-def output_rounding(activation: taut.Activation, z: Tensor) -> Tensor:
-    """What a few roundings change in z = σ(u), which may be computed as lower + width·s(u)."""
-    lower, upper = activation.range.bounds(z)
-    width = (upper - lower).where((upper - lower).isfinite(), 1.0)
-    return 4 * torch.finfo(z.dtype).eps * (z.abs() + width)
-
-
-def condition(solution: taut.Solution, A: Tensor, activation: taut.Activation) -> float:
-    """The largest condition number of A diag(σ'(u)) Aᵀ, scaled to a unit diagonal."""
-    gram = A * activation.slope(solution.u.detach()).unsqueeze(-2) @ A.mT
-    scale = gram.diagonal(dim1=-2, dim2=-1).rsqrt()
-    return torch.linalg.cond(gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)).max().item()
-
-
-def spread(solution: taut.Solution, v: Tensor, A: Tensor, b: Tensor, activation: taut.Activation):
-    """How far z and λ of two CONVERGED solutions of one float64 problem can be apart, each entry.
-
-    Both have |A z − b| within 32 eps of what is rounded in it. To first order a change r of the
-    residual moves λ by H⁻¹r and z by diag(w) Aᵀ H⁻¹r, with H = A diag(w) Aᵀ.
-    """
-    z, u = solution.z.detach(), solution.u.detach()
-    w, eps = activation.slope(u), torch.finfo(torch.float64).eps
-    rounded = z.abs() + w * (u.abs() + v.abs())
-    r = 64 * eps * (b.abs() + apply(A.abs(), rounded))
-    inverse = torch.linalg.pinv(A * w.unsqueeze(-2) @ A.mT, hermitian=True)
-    gain = w.unsqueeze(-1) * (A.mT @ inverse)
-    return apply(gain.abs(), r) + 4 * eps * rounded, apply(inverse.abs(), r) + eps
 
 
 # Problems
@@ -165,18 +121,33 @@ def _redundant(draw: "_Draw", *shape: int) -> Tensor:
     return torch.cat([A, mix @ A], -2)
 
 
-def _ill_conditioned(draw: "_Draw", *shape: int) -> Tensor:
-    """A condition number of 10⁶, beyond which a ConditionWarning is given."""
-    *batch, I, outputs = shape
-    left = torch.linalg.qr(draw.randn(*batch, I, I)).Q
-    right = torch.linalg.qr(draw.randn(*batch, outputs, I)).Q
-    return left * torch.logspace(0, -6, I, dtype=torch.float64) @ right.mT
+def conditioned(digits: float) -> Callable[..., Tensor]:
+    """Matrices of condition number 10^digits; from 10⁸ on a ConditionWarning is given."""
+
+    def matrix(draw: "_Draw", *shape: int) -> Tensor:
+        *batch, I, outputs = shape
+        left = torch.linalg.qr(draw.randn(*batch, I, I)).Q
+        right = torch.linalg.qr(draw.randn(*batch, outputs, I)).Q
+        return left * torch.logspace(0, -digits, I, dtype=torch.float64) @ right.mT
+
+    return matrix
 
 
 def _with_zeros(draw: "_Draw", *shape: int, row: int | None = None, column: int | None = None):
     A = draw.randn(*shape)
     A[..., slice(None) if row is None else row, slice(None) if column is None else column] = 0
     return A
+
+
+def patchy(draw: "_Draw", *shape: int) -> Tensor:
+    """Two in five entries are zero."""
+    return draw.randn(*shape) * (draw.uniform(*shape) < 0.2) + torch.eye(*shape[-2:]).double()
+
+
+def margins(rows: int, columns: int) -> Tensor:
+    """The sums of the rows and columns of a table: redundant by one."""
+    one, other = torch.eye(rows).double(), torch.eye(columns).double()
+    return torch.cat([one.repeat_interleave(columns, 1), other.repeat(1, rows)])
 
 
 def _square(draw: "_Draw", *shape: int) -> Tensor:
@@ -286,7 +257,7 @@ REGIMES = {
     "planted": Regime(planted=True),
     "saturated": Regime(size=20.0),
     "redundant": Regime(_redundant, planted=True),
-    "ill-conditioned": Regime(_ill_conditioned, planted=True),
+    "ill-conditioned": Regime(conditioned(6), planted=True),
     "at the edge": Regime(end=True),
     "infeasible": Regime(then=_beyond_reach, feasible=False),
     "inconsistent": Regime(_redundant, then=_contradicted, feasible=False),
@@ -308,14 +279,17 @@ def _equations(
     """A z = b."""
     shape = (*batch, A.shape[-1])
     v = regime.size * draw.uniform(*shape)
-    y, z = activation.sigma(draw.randn(*shape)), None
-    multipliers = draw.randn(*batch, A.shape[-2]) / A.norm(dim=-1).clamp_min(1e-300).sqrt()
+    y, z, multipliers = activation.sigma(draw.randn(*shape)), None, None
     if regime.end:
         lower, upper = activation.range.bounds(v)
         end = torch.where(upper.isfinite(), upper, lower)
         y = y.where((draw.uniform(*shape) < 0) | ~end.isfinite(), end)
     if regime.planted:
-        y = z = activation.sigma(v + apply(A.mT, multipliers))
+        # Of equal effect in all directions that the equations have, weak ones too.
+        inverse = torch.linalg.pinv(A, rtol=1e-12)
+        shift = apply(inverse @ A, draw.randn(*shape))
+        y = z = activation.sigma(v + shift)
+        multipliers = apply(inverse.mT, shift)
     status = torch.zeros(batch, dtype=torch.long)
     found = Problem(activation, v, {"A": A, "b": apply(A, y)}, status, y, z, multipliers)
     return found if regime.then is None else regime.then(found)

@@ -5,7 +5,8 @@ import torch
 from hypothesis import assume, given, strategies as st
 from torch.testing import assert_close
 
-from tables import ROWS, K, apply, output_rounding, target
+from measures import output_rounding
+from tables import ROWS, K, apply, target
 from taut import project
 
 # hundreds of solves: the shapes are checked elsewhere

@@ -7,7 +7,8 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import taut
-from tables import ROWS, SHORT, K, apply, output_rounding, target
+from measures import output_rounding
+from tables import ROWS, SHORT, K, apply, target
 from taut import bregman_loss, matched_loss, project
 
 each_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())

@@ -1,29 +1,29 @@
-"""taut.project: exact for every activation and every shape of problem."""
+"""taut.project: exact for every activation and every shape of problem; the nearest point; D."""
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 import taut
+from measures import output_rounding, relative_residual, scale, spread
 from tables import (
-    PROBLEMS,
-    ROWS,
-    SHORT,
+    ALL,
+    FEW,
     K,
     apply,
-    output_rounding,
-    relative_residual,
-    scale,
+    each_activation,
+    each_shape,
+    few_activations,
+    problem,
+    shared_or_own,
     target,
 )
 from taut import Status
-
-each_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
-each_short = pytest.mark.parametrize("row", SHORT.values(), ids=SHORT.keys())
-each_problem = pytest.mark.parametrize("problem", PROBLEMS, ids=[p.name for p in PROBLEMS])
+from taut.pose import pose
+from taut.prepare import prepare
 
 
-def check(solution, v, A, b, row, tolerance):
+def check(solution, v, A, b, activation, tolerance):
     """Everything that is true of a converged solution."""
     assert solution.converged.all()
     assert relative_residual(A, b, solution.z) <= tolerance
@@ -36,54 +36,61 @@ def check(solution, v, A, b, row, tolerance):
     added = apply(A.mT, solution.multipliers)
     terms = v.abs() + apply(A.abs().mT, solution.multipliers.abs())
     assert bool(((v + added - solution.u).abs() <= 8 * eps * terms).all())
-    error = (solution.z - row.sigma(solution.u)).abs()
-    assert bool((error <= output_rounding(row, solution.z)).all())
-    assert bool(row.range.contains(solution.z).all())
+    error = (solution.z - activation.sigma(solution.u)).abs()
+    assert bool((error <= output_rounding(activation, solution.z)).all())
+    assert bool(activation.range.contains(solution.z).all())
     measured = (apply(A, solution.z) - b).abs()
     if A.shape[-2]:
         error = (solution.residual - measured.amax(-1)).abs()
         assert bool((error <= 8 * eps * scale(A, b, solution.z).amax(-1)).all())
 
 
-@each_problem
-@each_short
-def test_exact_in_float64(row, problem):
-    v, A, b = problem.make(row)
-    solution = taut.project(v, A, b, activation=row)
-    check(solution, v, A, b, row, 1e-12)
+@each_shape
+@few_activations
+def test_exact_in_float64(activation, shape):
+    v, A, b = problem(activation, size=3.0, **shape)
+    solution = taut.project(v, A, b, activation=activation)
+    check(solution, v, A, b, activation, 1e-12)
 
 
-@each_problem
+@each_shape
 @pytest.mark.parametrize("name", ["exp", "sigmoid", "srlu", "mixed of derived"])
-def test_exact_in_float32(name, problem):
-    row = SHORT[name]
-    v, A, b = problem.make(row, torch.float32)
-    solution = taut.project(v, A, b, activation=row)
-    check(solution, v, A, b, row, 2e-6)
-
-
-def logits_to_twenty(row, rows, dtype=torch.float64):
-    v, A = 20 * (2 * torch.rand(50, K) - 1), torch.randn(50, rows, K)
-    return v.to(dtype), A.to(dtype), apply(A, target(row, 50)).to(dtype)
+def test_exact_in_float32(name, shape):
+    activation = FEW[name]
+    v, A, b = problem(activation, size=3.0, dtype=torch.float32, **shape)
+    solution = taut.project(v, A, b, activation=activation)
+    check(solution, v, A, b, activation, 2e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-@each_row
-def test_logits_to_twenty_in_float64(row, rows):
-    v, A, b = logits_to_twenty(row, rows)
-    check(taut.project(v, A, b, activation=row), v, A, b, row, 1e-12)
+@each_activation
+def test_logits_to_twenty_in_float64(activation, rows):
+    v, A, b = problem(activation, "saturated", n=50, I=rows, own=True)
+    check(taut.project(v, A, b, activation=activation), v, A, b, activation, 1e-12)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_logits_to_twenty_in_float32(rows):
     missed = {}
-    for name, row in ROWS.items():
-        v, A, b = logits_to_twenty(row, rows, torch.float32)
-        solution = taut.project(v, A, b, activation=row, on_failure="return")
+    for name, activation in ALL.items():
+        v, A, b = problem(activation, "saturated", n=50, I=rows, own=True, dtype=torch.float32)
+        solution = taut.project(v, A, b, activation=activation, on_failure="return")
         error = relative_residual(A, b, solution.z)
         if not (solution.converged.all() and error <= 2e-6):
             missed[name] = (int((~solution.converged).sum()), error)
     assert missed == {}
+
+
+@pytest.mark.filterwarnings("ignore::taut.ConditionWarning")
+@pytest.mark.parametrize("regime", ["planted", "redundant", "ill-conditioned"])
+@shared_or_own
+@each_activation
+def test_the_right_answer_is_found(activation, own, regime):
+    """b was made of z = σ(v + Aᵀλ): z comes back as exactly as A and rounding tell it."""
+    given = problem(activation, regime, I=3, own=own)
+    solution = given.solve()
+    most, _ = spread(solution, *given, activation)
+    assert ((solution.z - given.z).abs() <= most).all()
 
 
 def test_exp_and_sigmoid_in_one_hard_problem():
@@ -96,36 +103,34 @@ def test_exp_and_sigmoid_in_one_hard_problem():
         ]
     )
     b = torch.tensor([-2.222620964050293, -0.7274807691574097, 0.2617884874343872])
-    row = ROWS["weighted mixed"]
-    check(taut.project(v, A, b, activation=row), v, A, b, row, 1e-12)
+    activation = ALL["weighted mixed"]
+    check(taut.project(v, A, b, activation=activation), v, A, b, activation, 1e-12)
 
 
-@each_row
-def test_projection_is_the_nearest_point(row):
+@each_activation
+def test_projection_is_the_nearest_point(activation):
     """B(·‖σ(v)) rises in every feasible direction, and its gradient is in the span of the rows."""
-    v, A = torch.randn(K), torch.randn(2, K)
-    b = apply(A, target(row))
-    z = taut.project(v, A, b, activation=row).z
-    start = row.sigma(v)
-    nearest = row.bregman(z, start).sum()
+    v, A, b = problem(activation, n=())
+    z = taut.project(v, A, b, activation=activation).z
+    start = activation.sigma(v)
+    nearest = activation.bregman(z, start).sum()
     null = torch.linalg.svd(A).Vh[2:]
     for direction in [*null, *-null]:
         step = 1e-3 * direction
-        lower, upper = row.range.bounds(z)
+        lower, upper = activation.range.bounds(z)
         room = torch.minimum(z - lower, upper - z).min().item()
         moved = z + step * min(1.0, 100 * room)
-        assert row.bregman(moved, start).sum() > nearest
-    assert_close(apply(null, row.inverse(z) - v), torch.zeros(K - 2), rtol=0, atol=1e-10)
+        assert activation.bregman(moved, start).sum() > nearest
+    assert_close(apply(null, activation.inverse(z) - v), torch.zeros(K - 2), rtol=0, atol=1e-10)
 
 
-@each_row
-def test_redundant_rows_change_nothing(row):
-    v, A = torch.randn(6, K), torch.randn(2, K)
-    b = apply(A, target(row, 6))
+@each_activation
+def test_redundant_equations_change_nothing(activation):
+    v, A, b = problem(activation)
     mix = torch.randn(3, 2)
     more, demands = torch.cat([A, mix @ A]), torch.cat([b, b @ mix.mT], -1)
-    one = taut.project(v, A, b, activation=row)
-    other = taut.project(v, more, demands, activation=row)
+    one = taut.project(v, A, b, activation=activation)
+    other = taut.project(v, more, demands, activation=activation)
     assert_close(other.z, one.z, rtol=1e-11, atol=1e-12)
     assert_close(other.multipliers @ more, one.multipliers @ A, rtol=1e-9, atol=1e-10)
     # of all multipliers that do it, the smallest
@@ -141,25 +146,24 @@ def test_b_for_all_samples():
 
 
 def test_non_contiguous_and_expanded_tensors():
-    row = ROWS["sigmoid"]
+    activation = ALL["sigmoid"]
     v = torch.randn(K, 6).mT
     A = torch.randn(K, 2).mT
-    b = apply(A, target(row)).expand(6, 2)
+    b = apply(A, target(activation)).expand(6, 2)
     assert not v.is_contiguous() and not A.is_contiguous() and not b.is_contiguous()
-    solution = taut.project(v, A, b, activation=row)
-    plain = taut.project(v.contiguous(), A.contiguous(), b.contiguous(), activation=row)
+    solution = taut.project(v, A, b, activation=activation)
+    plain = taut.project(v.contiguous(), A.contiguous(), b.contiguous(), activation=activation)
     assert_close(solution.z, plain.z, rtol=0, atol=1e-13)
     own = torch.randn(6, K, 2).mT
-    demands = apply(own, target(row, 6))
-    check(taut.project(v, own, demands, activation=row), v, own, demands, row, 1e-12)
+    demands = apply(own, target(activation, 6))
+    check(taut.project(v, own, demands, activation=activation), v, own, demands, activation, 1e-12)
 
 
 def test_inputs_are_left_alone():
-    row = ROWS["exp"]
-    v, A = torch.randn(6, K), torch.randn(2, K)
-    b, init = apply(A, target(row, 6)), torch.randn(6, 2)
+    v, A, b = problem("exp")
+    init = torch.randn(6, 2)
     before = [x.clone() for x in (v, A, b, init)]
-    solution = taut.project(v, A, b, activation=row, init=init)
+    solution = taut.project(v, A, b, activation="exp", init=init)
     solution.z.add_(1.0)
     for x, y in zip((v, A, b, init), before, strict=True):
         assert torch.equal(x, y)
@@ -169,7 +173,7 @@ def test_inputs_are_left_alone():
 def test_outputs_share_no_memory_with_inputs(name):
     """Also where nothing had to be done: no rows to obey, or z = v already."""
     v = torch.randn(4, K)
-    b = ROWS[name].sigma(v).sum(-1, keepdim=True)
+    b = ALL[name].sigma(v).sum(-1, keepdim=True)
     solution = taut.project(v, torch.ones(1, K), b, activation=name)
     assert solution.iterations.max() == 0
     before = v.clone()
@@ -178,12 +182,9 @@ def test_outputs_share_no_memory_with_inputs(name):
     assert torch.equal(v, before)
 
 
-def test_large_batches_and_many_rows():
-    row = ROWS["sigmoid"]
-    A = torch.randn(30, 60)
-    v, y = 5 * torch.randn(40, 60), torch.rand(40, 60)
-    solution = taut.project(v, A, y @ A.mT, activation=row)
-    assert relative_residual(A, y @ A.mT, solution.z) < 1e-12
+def test_many_equations():
+    given = problem("sigmoid", n=40, I=30, K=60, size=10.0)
+    assert relative_residual(given.A, given.b, given.solve().z) < 1e-12
 
 
 def test_one_hot_targets_are_reached_in_the_limit():
@@ -192,92 +193,6 @@ def test_one_hot_targets_are_reached_in_the_limit():
     y = torch.eye(K)[:4]
     solution = taut.project(torch.randn(4, K), A, y @ A.mT, activation="sigmoid")
     assert relative_residual(A, y @ A.mT, solution.z) < 1e-12
-
-
-# Bad input: every message quotes what it received
-
-
-def raises(match, v, A, b, error=ValueError, **options):
-    with pytest.raises(error, match=match):
-        taut.project(v, A, b, **options)
-
-
-T = torch.ones
-SHAPES = {
-    "A has other columns": ((4, 5), (2, 3), (2,), r"one column for each of the K = 5.*A \(2, 3\)"),
-    "A is transposed": ((4, 5), (5, 2), (2,), r"A \(5, 2\).*Is A transposed\?"),
-    "A of another batch": ((4, 5), (3, 2, 5), (4, 2), r"batch dimensions of v, \(4,\).*A \(3, 2"),
-    "A batched, v not": ((5,), (3, 2, 5), (2,), r"batch dimensions of v, \(\).*A \(3, 2, 5\)"),
-    "b of other rows": ((4, 5), (2, 5), (4, 3), r"\(4, 2\), an entry per row.*b \(4, 3\)"),
-    "b of another batch": ((4, 5), (2, 5), (3, 2), r"b must be.*b \(3, 2\)"),
-    "b batched, v not": ((5,), (2, 5), (3, 2), r"b must be.*b \(3, 2\)"),
-    "v is a number": ((), (2, 5), (2,), r"v must be \(\*batch, K\).*v \(\)"),
-    "A is a vector": ((5,), (5,), (1,), r"A \(I, K\) or.*A \(5,\)"),
-    "b is a number": ((5,), (1, 5), (), r"b \(\*batch, I\).*b \(\)"),
-    "A without columns": ((4, 0), (2, 0), (2,), r"no outputs \(K = 0\).*A \(2, 0\)"),
-}
-
-
-@pytest.mark.usefixtures("as_user")
-@pytest.mark.parametrize("name", SHAPES)
-def test_wrong_shapes_are_quoted(name):
-    v, A, b, match = SHAPES[name]
-    raises(match, T(v), T(A), T(b))
-
-
-@pytest.mark.usefixtures("as_user")
-@pytest.mark.parametrize("shape", [(3,), (3, 2), (4, 3)])
-def test_wrong_init_is_quoted(shape):
-    match = rf"init must be.*= \(4, 2\); got \({shape[0]}"
-    raises(match, T(4, 5), T(2, 5), T(2), init=T(shape))
-
-
-DTYPES = [torch.float16, torch.bfloat16, torch.int64, torch.complex128, torch.bool]
-
-
-@pytest.mark.usefixtures("as_user")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_wrong_dtypes_are_named(which, dtype):
-    tensors = [T(4, 5), T(2, 5), T(4, 2)]
-    tensors[which] = tensors[which].to(dtype)
-    raises(rf"{'vAb'[which]} has dtype {dtype}; taut works in torch.float32 or", *tensors)
-
-
-@pytest.mark.usefixtures("as_user")
-def test_dtypes_must_agree():
-    match = r"one dtype; got torch.float32, torch.float64 and torch.float64"
-    raises(match, T(4, 5).float(), T(2, 5), T(2))
-
-
-@pytest.mark.usefixtures("as_user")
-def test_devices_must_agree():
-    raises("on one device; got v on cpu, A on meta", T(4, 5), T(2, 5, device="meta"), T(2))
-
-
-@pytest.mark.usefixtures("as_user")
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_lists_are_not_tensors(which):
-    tensors = [T(5), T(2, 5), T(2)]
-    tensors[which] = tensors[which].tolist()
-    raises(rf"{'vAb'[which]} must be a torch.Tensor; got list", *tensors, error=TypeError)
-
-
-@pytest.mark.usefixtures("as_user")
-def test_on_failure_has_two_values():
-    raises('on_failure must be "raise" or "return"; got', T(5), T(2, 5), T(2), on_failure="ignore")
-
-
-@pytest.mark.usefixtures("as_user")
-def test_sparse_A_works_or_says_that_it_does_not():
-    A = torch.eye(2, 5).to_sparse()
-    v, b = torch.randn(3, 5), torch.rand(3, 2)
-    try:
-        solution = taut.project(v, A, b)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        assert "sparse" in str(error)
-    else:
-        assert_close(solution.z[:, :2], b)
 
 
 def test_status_of_all_that_converge_is_zero():
@@ -298,3 +213,63 @@ def test_a_prepared_A_is_A():
         taut.project(v, prepared, b)
     with pytest.raises(ValueError, match=r"A requires a gradient.*taut\.Projection"):
         taut.prepare(A.requires_grad_(), "exp")
+
+
+# D(λ) = Σφ(v + Aᵀλ) − bᵀλ: its gradient is A z − b, its Hessian A diag(σ') Aᵀ
+
+
+def dual_of(activation, own=False):
+    v, A, b = problem(activation, n=4, own=own)
+    return pose(prepare(A, activation), v, None, b, None)[0]
+
+
+def value(D, multipliers):
+    return D.value(multipliers, predictor(D, multipliers))
+
+
+def predictor(D, multipliers):
+    return D.A.shifted_adjoint(D.v, multipliers)
+
+
+def gradient_of(D, multipliers):
+    return D.residual(D.prepared.activation.sigma(predictor(D, multipliers)))
+
+
+@each_activation
+@shared_or_own
+def test_gradient_and_hessian_are_derivatives(activation, own):
+    D = dual_of(activation, own)
+    multipliers = torch.randn(4, 2, requires_grad=True)
+    (gradient,) = torch.autograd.grad(value(D, multipliers).sum(), multipliers, create_graph=True)
+    assert_close(gradient, gradient_of(D, multipliers), rtol=1e-11, atol=1e-12)
+    columns = [torch.autograd.grad(gradient[:, i].sum(), multipliers, retain_graph=True)[0]
+               for i in range(2)]  # fmt: skip
+    hessian = D.A.gram(activation.slope(predictor(D, multipliers)))
+    assert_close(torch.stack(columns, -1), hessian, rtol=1e-10, atol=1e-12)
+
+
+@each_activation
+def test_value_is_convex(activation):
+    D = dual_of(activation)
+    one, other = torch.randn(4, 2), torch.randn(4, 2)
+    for t in torch.linspace(0.1, 0.9, 9):
+        chord = t * value(D, one) + (1 - t) * value(D, other)
+        assert bool((value(D, t * one + (1 - t) * other) < chord).all())
+
+
+@each_activation
+def test_residual_is_the_gradient(activation):
+    D = dual_of(activation)
+    multipliers = torch.randn(4, 2)
+    z = activation.sigma(D.v + apply(D.A.data.mT, multipliers))
+    assert_close(D.residual(z), apply(D.A.data, z) - D.b)
+    assert_close(gradient_of(D, multipliers), D.residual(z))
+
+
+@shared_or_own
+def test_take_selects_samples(own):
+    D, index = dual_of(ALL["sigmoid"], own), torch.tensor([2, 0])
+    multipliers = torch.randn(4, 2)
+    part = D.take(index)
+    assert_close(value(part, multipliers[index]), value(D, multipliers)[index])
+    assert_close(gradient_of(part, multipliers[index]), gradient_of(D, multipliers)[index])

@@ -5,7 +5,8 @@ import torch
 from torch.autograd import gradcheck, gradgradcheck
 
 import taut
-from tables import SHORT, K as OUTPUTS, apply, spread, target
+from measures import spread
+from tables import SHORT, K as OUTPUTS, apply, target
 from taut import Status
 
 f64 = torch.float64

@@ -1,4 +1,4 @@
-"""A second method, by other people: SciPy on the primal and on the dual."""
+"""Second methods, by other people: SciPy on the primal and on the dual, Sinkhorn's."""
 
 import numpy as np
 import pytest
@@ -6,39 +6,35 @@ import torch
 from scipy import optimize
 from torch.testing import assert_close
 
-from tables import SHORT, K, apply, target
+from tables import K, few_activations, margins, problem
 from taut import matched_loss, project
 
 # many solves: the shapes are checked elsewhere
 pytestmark = pytest.mark.usefixtures("as_user")
-each_row = pytest.mark.parametrize("row", SHORT.values(), ids=SHORT.keys())
 
 
-def problem(row):
-    v, A = torch.randn(K), torch.randn(2, K)
-    return v, A, apply(A, target(row))
-
-
-@each_row
-def test_the_dual_by_bfgs(row):
-    v, A, b = problem(row)
+@few_activations
+def test_the_dual_by_bfgs(activation):
+    v, A, b = problem(activation, n=(), size=1.5)
 
     def D(multipliers):
         u = v + torch.from_numpy(multipliers) @ A
-        value = row.phi(u).sum() - b @ torch.from_numpy(multipliers)
-        return value.item(), (A @ row.sigma(u) - b).numpy()
+        value = activation.phi(u).sum() - b @ torch.from_numpy(multipliers)
+        return value.item(), (A @ activation.sigma(u) - b).numpy()
 
     found = optimize.minimize(D, np.zeros(2), jac=True, method="BFGS", options={"gtol": 1e-9})
-    solution = project(v, A, b, activation=row)
+    solution = project(v, A, b, activation=activation)
     assert_close(solution.multipliers, torch.from_numpy(found.x), rtol=1e-6, atol=1e-6)
-    assert_close(solution.z, row.sigma(v + torch.from_numpy(found.x) @ A), rtol=1e-7, atol=1e-7)
+    assert_close(
+        solution.z, activation.sigma(v + torch.from_numpy(found.x) @ A), rtol=1e-7, atol=1e-7
+    )
 
 
-@each_row
-def test_the_primal_by_slsqp(row):
+@few_activations
+def test_the_primal_by_slsqp(activation):
     """min B(z‖σ(v)) subject to A z = b, without any λ."""
-    v, A, b = problem(row)
-    lower, upper = (end.expand(K) for end in row.range.bounds(v))
+    v, A, b = problem(activation, n=(), size=1.5)
+    lower, upper = (end.expand(K) for end in activation.range.bounds(v))
     margin = 1e-9
     bounds = [
         (lo + margin if np.isfinite(lo) else None, hi - margin if np.isfinite(hi) else None)
@@ -47,7 +43,7 @@ def test_the_primal_by_slsqp(row):
 
     def objective(z):
         z = torch.from_numpy(z)
-        return row.divergence(z, v).sum().item(), (row.inverse(z) - v).numpy()
+        return activation.divergence(z, v).sum().item(), (activation.inverse(z) - v).numpy()
 
     constraint = {
         "type": "eq",
@@ -56,49 +52,49 @@ def test_the_primal_by_slsqp(row):
     }
     found = optimize.minimize(
         objective,
-        row.sigma(torch.zeros(K)).numpy(),
+        activation.sigma(torch.zeros(K)).numpy(),
         jac=True,
         bounds=bounds,
         constraints=[constraint],
         method="SLSQP",
         options={"ftol": 1e-15, "maxiter": 1000},
     )
-    z = project(v, A, b, activation=row).z
+    z = project(v, A, b, activation=activation).z
     assert np.abs(A.numpy() @ found.x - b.numpy()).max() < 1e-8
     assert_close(torch.from_numpy(found.x), z, rtol=0, atol=2e-5)
-    assert row.divergence(z, v).sum() <= found.fun + 1e-8
+    assert activation.divergence(z, v).sum() <= found.fun + 1e-8
 
 
-@each_row
-def test_the_equations_by_a_root_finder(row):
+@few_activations
+def test_the_equations_by_a_root_finder(activation):
     """The K + I optimality conditions u(z) = v + Aᵀλ, A z = b, as plain nonlinear equations."""
-    v, A, b = problem(row)
+    v, A, b = problem(activation, n=(), size=1.5)
 
     def residual(multipliers):
-        return (A @ row.sigma(v + torch.from_numpy(multipliers) @ A) - b).numpy()
+        return (A @ activation.sigma(v + torch.from_numpy(multipliers) @ A) - b).numpy()
 
-    solution = project(v, A, b, activation=row)
+    solution = project(v, A, b, activation=activation)
     found = optimize.root(residual, solution.multipliers.numpy() + 0.05, tol=1e-12)
     assert np.abs(found.fun).max() < 1e-10
     assert_close(solution.multipliers, torch.from_numpy(found.x), rtol=1e-8, atol=1e-8)
 
 
-@each_row
-def test_gradients_by_finite_differences_of_scipy_solutions(row):
+@few_activations
+def test_gradients_by_finite_differences_of_scipy_solutions(activation):
     """Neither our solver nor our backward: derivatives of an independent solve."""
-    v, A, b = problem(row)
+    v, A, b = problem(activation, n=(), size=1.5)
     weights = torch.randn(K)
-    start = project(v, A, b, activation=row).multipliers.numpy()
+    start = project(v, A, b, activation=activation).multipliers.numpy()
 
     def value(v, b):
         def residual(m):
-            return (A @ row.sigma(v + torch.from_numpy(m) @ A) - b).numpy()
+            return (A @ activation.sigma(v + torch.from_numpy(m) @ A) - b).numpy()
 
         m = optimize.root(residual, start, tol=1e-14).x
-        return (row.sigma(v + torch.from_numpy(m) @ A) @ weights).item()
+        return (activation.sigma(v + torch.from_numpy(m) @ A) @ weights).item()
 
     v.requires_grad_(), b.requires_grad_()
-    z = project(v, A, b, activation=row).z
+    z = project(v, A, b, activation=activation).z
     dv, db = torch.autograd.grad(z @ weights, (v, b))
     v, b, h = v.detach(), b.detach(), 1e-5
     for k in range(K):
@@ -135,3 +131,16 @@ def test_training_with_the_matched_loss_is_logistic_regression():
     other = optimize.minimize(ours, np.zeros(9), jac=True)
     assert other.fun == pytest.approx(one.fun, rel=1e-9)
     assert np.abs(one.x - other.x).max() < 1e-4
+
+
+def test_margins_of_a_table_against_sinkhorn():
+    n = 12
+    cost = torch.rand(n, n)
+    z = project(
+        -cost.flatten() / 0.1, margins(n, n).to_sparse(), torch.ones(2 * n), activation="exp"
+    ).z
+    table = torch.exp(-cost / 0.1)
+    for _ in range(2000):
+        table = table / table.sum(1, keepdim=True)
+        table = table / table.sum(0)
+    assert_close(z.reshape(n, n), table, rtol=0, atol=1e-11)

@@ -1,0 +1,67 @@
+"""How far from right, and from each other, answers may lie: bounds that follow from rounding."""
+
+import torch
+from torch import Tensor
+
+import taut
+from tables import Problem, apply
+
+
+def scale(A: Tensor, b: Tensor, z: Tensor) -> Tensor:
+    """1 + |b| + |A||z|: the size of what is rounded in A z − b."""
+    return 1 + b.abs() + apply(A.abs(), z.abs())
+
+
+def relative_residual(A: Tensor, b: Tensor, z: Tensor) -> float:
+    """The largest |A z − b| over its scale, evaluated in float64."""
+    A, b, z = A.detach().double(), b.detach().double(), z.detach().double()
+    ratio = (apply(A, z) - b).abs() / scale(A, b, z)
+    return ratio.max().item() if ratio.numel() else 0.0
+
+
+def output_rounding(activation: taut.Activation, z: Tensor) -> Tensor:
+    """What a few roundings change in z = σ(u), which may be computed as lower + width·s(u)."""
+    lower, upper = activation.range.bounds(z)
+    width = (upper - lower).where((upper - lower).isfinite(), 1.0)
+    return 4 * torch.finfo(z.dtype).eps * (z.abs() + width)
+
+
+def condition(solution: taut.Solution, A: Tensor, activation: taut.Activation) -> Tensor:
+    """Of each sample, the condition number of A diag(σ'(u)) Aᵀ, scaled to a unit diagonal.
+
+    Without the directions that redundant equations do not have.
+    """
+    gram = A.double() * activation.slope(solution.u.detach().double()).unsqueeze(-2) @ A.double().mT
+    scale = gram.diagonal(dim1=-2, dim2=-1).rsqrt()
+    values = torch.linalg.eigvalsh(gram * scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    largest = values[..., -1:]
+    return (largest / values.where(values > 1e-12 * largest, torch.inf)).amax(-1)
+
+
+def spread(solution: taut.Solution, v: Tensor, A: Tensor, b: Tensor, activation: taut.Activation):
+    """How far z and λ of two CONVERGED solutions of one problem can be apart, each entry.
+
+    Both have |A z − b| within 32 eps of what is rounded in it; of numbers given in float32, within
+    4 eps. To first order a change r of the residual moves λ by H⁻¹r and z by diag(w) Aᵀ H⁻¹r, with
+    H = A diag(w) Aᵀ.
+    """
+    eps = torch.finfo(v.dtype).eps
+    units = 64 if v.dtype == torch.float64 else 8
+    v, A, b, z, u = (x.detach().double() for x in (v, A, b, solution.z, solution.u))
+    w = activation.slope(u)
+    rounded = z.abs() + w * (u.abs() + v.abs())
+    r = units * eps * (b.abs() + apply(A.abs(), rounded))
+    inverse = torch.linalg.pinv(A * w.unsqueeze(-2) @ A.mT, hermitian=True)
+    gain = w.unsqueeze(-1) * (A.mT @ inverse)
+    return apply(gain.abs(), r) + 4 * eps * rounded, apply(inverse.abs(), r) + eps
+
+
+def assert_same_answers(one: taut.Solution, other: taut.Solution, given: Problem) -> None:
+    """Verdict by verdict; z and λ of what converged as far as rounding determines them."""
+    assert one.status.tolist() == other.status.tolist()
+    ok = other.converged
+    for name, most in zip(
+        ("z", "multipliers"), spread(other, *given, given.activation), strict=True
+    ):
+        error = (getattr(one, name).detach() - getattr(other, name).detach()).abs()
+        assert (error <= most)[ok].all(), f"{name}: {(error / most)[ok].max():.3g} times the bound"

@@ -1,0 +1,74 @@
+"""taut.project refuses what cannot be a problem; every message quotes what it received."""
+
+import pytest
+import torch
+
+import taut
+
+pytestmark = pytest.mark.usefixtures("as_user")
+
+
+def raises(match, v, A, b, error=ValueError, **options):
+    with pytest.raises(error, match=match):
+        taut.project(v, A, b, **options)
+
+
+T = torch.ones
+
+
+SHAPES = {
+    "A has other columns": ((4, 5), (2, 3), (2,), r"one column for each of the K = 5.*A \(2, 3\)"),
+    "A is transposed": ((4, 5), (5, 2), (2,), r"A \(5, 2\).*Is A transposed\?"),
+    "A of another batch": ((4, 5), (3, 2, 5), (4, 2), r"batch dimensions of v, \(4,\).*A \(3, 2"),
+    "A batched, v not": ((5,), (3, 2, 5), (2,), r"batch dimensions of v, \(\).*A \(3, 2, 5\)"),
+    "b of other rows": ((4, 5), (2, 5), (4, 3), r"\(4, 2\), an entry per row.*b \(4, 3\)"),
+    "b of another batch": ((4, 5), (2, 5), (3, 2), r"b must be.*b \(3, 2\)"),
+    "b batched, v not": ((5,), (2, 5), (3, 2), r"b must be.*b \(3, 2\)"),
+    "v is a number": ((), (2, 5), (2,), r"v must be \(\*batch, K\).*v \(\)"),
+    "A is a vector": ((5,), (5,), (1,), r"A \(I, K\) or.*A \(5,\)"),
+    "b is a number": ((5,), (1, 5), (), r"b \(\*batch, I\).*b \(\)"),
+    "A without columns": ((4, 0), (2, 0), (2,), r"no outputs \(K = 0\).*A \(2, 0\)"),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_wrong_shapes_are_quoted(name):
+    v, A, b, match = SHAPES[name]
+    raises(match, T(v), T(A), T(b))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (4, 3)])
+def test_wrong_init_is_quoted(shape):
+    match = rf"init must be.*= \(4, 2\); got \({shape[0]}"
+    raises(match, T(4, 5), T(2, 5), T(2), init=T(shape))
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.int64, torch.complex128, torch.bool]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_wrong_dtypes_are_named(which, dtype):
+    tensors = [T(4, 5), T(2, 5), T(4, 2)]
+    tensors[which] = tensors[which].to(dtype)
+    raises(rf"{'vAb'[which]} has dtype {dtype}; taut works in torch.float32 or", *tensors)
+
+
+def test_dtypes_must_agree():
+    match = r"one dtype; got torch.float32, torch.float64 and torch.float64"
+    raises(match, T(4, 5).float(), T(2, 5), T(2))
+
+
+def test_devices_must_agree():
+    raises("on one device; got v on cpu, A on meta", T(4, 5), T(2, 5, device="meta"), T(2))
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_lists_are_not_tensors(which):
+    tensors = [T(5), T(2, 5), T(2)]
+    tensors[which] = tensors[which].tolist()
+    raises(rf"{'vAb'[which]} must be a torch.Tensor; got list", *tensors, error=TypeError)
+
+
+def test_on_failure_has_two_values():
+    raises('on_failure must be "raise" or "return"; got', T(5), T(2, 5), T(2), on_failure="ignore")
