@@ -251,7 +251,7 @@ def test_mixed_of_another_size():
     activation = mixed(["exp", "tanh"])
     with pytest.raises(ValueError, match=r"has 2 outputs; got a tensor of shape \(3,\)"):
         activation.sigma(torch.zeros(3))
-    with pytest.raises(ValueError, match="has parameters for 2 outputs, but v has K = 3"):
+    with pytest.raises(ValueError, match="has parameters for 2 outputs, but A has K = 3"):
         taut.project(torch.zeros(4, 3), torch.ones(1, 3), torch.ones(1), activation=activation)
 
 
@@ -263,5 +263,5 @@ def test_mixed_of_another_size():
 )
 def test_parameters_of_another_size_quote_the_shapes(activation):
     """Not torch's own words about tensor a and tensor b."""
-    with pytest.raises(ValueError, match=r"2.*\(4, 3\)"):
+    with pytest.raises(ValueError, match=r"2.*\(1, 3\)"):
         taut.project(torch.zeros(4, 3), torch.ones(1, 3), torch.ones(1), activation=activation)

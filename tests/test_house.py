@@ -176,3 +176,36 @@ def test_error_names_the_documents_line():
     with pytest.raises(ZeroDivisionError) as error:
         run("text\n\n```python\n1 / 0\n```\n", "d")
     assert error.traceback[-1].lineno == 3  # counted from 0
+
+
+def test_a_call_passes_few_functions():
+    """A small problem costs what Python does between the layers."""
+    A, y, v = torch.randn(4, 10), torch.rand(1, 10), torch.randn(1, 10, requires_grad=True)
+    b, index = y @ A.T, torch.arange(1)
+    layer, memory = taut.Projection(A, activation="sigmoid"), taut.LagrangeMemory(1, 4)
+    folder = str(Path(taut.__file__).parent)
+
+    def passed(call) -> int:
+        seen = []
+
+        def note(frame, event, _):
+            if event == "call" and frame.f_code.co_filename.startswith(folder):
+                seen.append(frame.f_code.co_name)
+
+        call()
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        return len(seen)
+
+    def step():
+        solution = layer.solve(v, b, init=memory[index])
+        taut.matched_loss(solution, y).backward()
+        memory.store(index, solution)
+
+    if taut.backends.available() == "torch":
+        pytest.skip("the loops of the torch code are as long as they must be")
+    assert passed(lambda: layer.solve(v.detach(), b)) <= 16
+    assert passed(step) <= 40

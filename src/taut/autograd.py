@@ -1,20 +1,23 @@
 """torch's private names, each once: what torch.func does to tensors, and cheap autograd calls."""
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
-def transforming() -> bool:
-    """Is a transform of torch.func (vmap, grad, jvp) under way?
 
-    >>> transforming()
-    False
-    """
-    # There is no public name for this. Without it `is_transformed` of every tensor says the same.
-    return torch._C._are_functorch_transforms_active()  # pyright: ignore
+def _always() -> bool:
+    return True
+
+
+#: Is a transform of torch.func (vmap, grad, jvp) under way? There is no public name for this.
+#: Where torch has lost it, `is_transformed` of every tensor says the same, more slowly.
+transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", _always)
 
 
 def is_transformed(x: Any) -> bool:
@@ -35,17 +38,52 @@ def is_dual(x: Tensor) -> bool:
     >>> is_dual(torch.zeros(1))
     False
     """
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+    return forward_mode() and forward_ad.unpack_dual(x).tangent is not None
+
+
+def forward_mode() -> bool:
+    """Is forward-mode differentiation under way?
+
+    >>> forward_mode()
+    False
+    """
+    return forward_ad._current_level >= 0
+
+
+def differentiable(inputs: tuple[Tensor, ...]) -> bool:
+    """Does somebody ask for derivatives in one of these, in reverse or forward mode?
+
+    >>> differentiable((torch.zeros(1), torch.zeros(1, requires_grad=True)))
+    True
+    """
+    if torch.is_grad_enabled() and any(map(_REQUIRES_GRAD, inputs)):
+        return True
+    return forward_ad._current_level >= 0 and any(map(is_dual, inputs))
+
+
+def direct(function: type[Function]) -> Callable[..., Any]:
+    """`function.apply` for tensors that no transform has seen and no compiler follows.
+
+    The public one binds a signature to its arguments for torch.func, which takes longer than a
+    small solve.
+    """
+    return super(Function, function).apply  # pyright: ignore
 
 
 def apply(function: type[Function], *args: Any) -> Any:
-    """`function.apply(*args)`, without what torch.func needs where it is not in use.
-
-    That is a signature bound to its arguments, which takes longer than a small solve.
-    """
-    if transforming() or torch.compiler.is_compiling() or any(map(is_transformed, args)):
+    """`function.apply(*args)`, `direct` where that will do."""
+    if transforming() or any(map(is_transformed, args)):
         return function.apply(*args)
-    return super(Function, function).apply(*args)  # pyright: ignore
+    return direct(function)(*args)
+
+
+def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, run as it is between two graphs of torch.compile.
+
+    A compiler cannot follow addresses, nor loops that end when the numbers say so.
+    """
+    # Not a decorator: it loads the whole compiler, which nobody needs before one is at work.
+    return torch.compiler.disable(function)
 
 
 def lead(x: Tensor, dim: int | None, size: int) -> Tensor:

@@ -1,5 +1,6 @@
 """How numbers get their derivatives: by the implicit function theorem, whatever the constraint."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, final
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from taut.autograd import apply, is_transformed, lead, transforming
+from taut.autograd import differentiable, direct, forward_mode, is_transformed, lead, transforming
 from taut.outcome import Outcome, failure
 from taut.prepare import Unprepared
 from taut.problems import Problem
@@ -19,22 +20,23 @@ def solve(problem: Problem, solver: Solver, fail: bool) -> Outcome:
 
     With `fail`, samples that do not converge raise where nobody can look at them outside.
     """
-    if transforming() and any(map(is_transformed, problem.inputs)):
+    inputs = problem.inputs
+    if transforming() and any(map(is_transformed, inputs)):
         kind = Kind(problem.bare())
-        *found, status = Solve.apply(kind, solver, fail, problem.start, *problem.inputs)
-        z, multipliers, u, residual, iterations = found
+        z, multipliers, u, *rest = Solve.apply(kind, solver, fail, problem.start, *inputs)
+        residual, iterations, status = rest
         return Outcome(z, multipliers, u, residual, iterations, status, -1)
-    differentiable = problem.differentiable
+    if not differentiable(inputs):
+        return solver.solve(problem)
     with torch.no_grad():
-        outcome = solver.solve(detached(problem) if differentiable else problem)
-    if not differentiable:
-        return outcome
-    z, multipliers, u = apply(Attach, problem.bare(), outcome, *problem.inputs)
-    return replace(outcome, z=z, multipliers=multipliers, u=u)
+        outcome = solver.solve(without_tangents(problem) if forward_mode() else problem)
+    z, multipliers, u = _attach(problem, outcome, *inputs)
+    residual, iterations, status = outcome.residual, outcome.iterations, outcome.status
+    return Outcome(z, multipliers, u, residual, iterations, status, outcome.failed)
 
 
-def detached(problem: Problem) -> Problem:
-    """The same numbers without a graph, and without tangents of forward mode."""
+def without_tangents(problem: Problem) -> Problem:
+    """The same numbers: `no_grad` keeps no graph, but does not turn forward mode off."""
     return problem.started(problem.start, *(x.detach() for x in problem.inputs))
 
 
@@ -43,14 +45,9 @@ class Attach(Function):
     """Numbers already found, with their derivatives in the inputs of the problem."""
 
     @staticmethod
-    def forward(kind: Problem, outcome: Outcome, *inputs: Tensor) -> tuple:
+    def forward(ctx: Any, problem: Problem, outcome: Outcome, *inputs: Tensor) -> tuple:
+        keep(ctx, problem, outcome.multipliers, outcome.u, outcome.status, inputs)
         return outcome.z, outcome.multipliers, outcome.u
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-        kind, outcome, *given = inputs
-        _, multipliers, u = output
-        keep(ctx, kind, multipliers, u, outcome.status, given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
@@ -61,29 +58,40 @@ class Attach(Function):
         return pushed(ctx, tangents)
 
 
+_attach = direct(Attach)
+
+
 def keep(
-    ctx: Any, kind: Problem, multipliers: Tensor, u: Tensor, status: Tensor, given: Any
+    ctx: Any,
+    problem: Problem,
+    multipliers: Tensor,
+    u: Tensor,
+    status: Tensor,
+    inputs: Sequence[Tensor],
 ) -> None:
     """For the derivatives: only what they read, so that v and b may be written to meanwhile."""
     ctx.set_materialize_grads(False)
-    needed = kind.needed(given)
+    needed = problem.needed(inputs)
     ctx.save_for_backward(multipliers, u, status, *needed)
-    ctx.save_for_forward(multipliers, u, status, *needed)
-    ctx.kind = kind
+    if forward_mode() or transforming():
+        ctx.save_for_forward(multipliers, u, status, *needed)
+    ctx.kind, ctx.prepared = type(problem), problem.prepared
 
 
 def pulled(ctx: Any, grads: tuple, needs: tuple) -> tuple:
     """The gradients in the inputs."""
-    if all(g is None for g in grads):  # `matched_loss` needs nothing from here
+    if grads[0] is grads[1] is grads[2] is None:  # `matched_loss` needs nothing from here
         return (None,) * len(needs)
     multipliers, u, status, *needed = ctx.saved_tensors
-    return ctx.kind.restored(needed).pullback(multipliers, u, status, grads, needs)
+    problem = ctx.kind.restored(ctx.prepared, needed)
+    return problem.pullback(multipliers, u, status, grads, needs)
 
 
 def pushed(ctx: Any, tangents: tuple) -> tuple:
     """The tangents of z, λ and u."""
     multipliers, u, status, *needed = ctx.saved_tensors
-    return ctx.kind.restored(needed).pushforward(multipliers, u, status, tangents)
+    problem = ctx.kind.restored(ctx.prepared, needed)
+    return problem.pushforward(multipliers, u, status, tangents)
 
 
 @final

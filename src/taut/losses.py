@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from taut.activations import Activation, resolve
-from taut.autograd import apply, lead
+from taut.autograd import direct, lead, transforming, uncompiled
 from taut.outcome import Status
 from taut.problems import Problem
 from taut.solution import Solution, check_unwritten
@@ -34,14 +34,20 @@ def matched_loss(
     >>> matched_loss(solution, y)  # cross-entropy
     tensor(0.4076, grad_fn=<MeanBackward0>)
     """
-    _check_target(y, solution.z.shape, "solution.z")
+    if torch.compiler.is_compiling():
+        return uncompiled(matched_loss)(solution, y, reduction)
+    if y.shape != solution.z.shape:
+        raise _misshapen(y, solution.z.shape, "solution.z")
     check_unwritten(solution)
     problem, outcome = solution._problem, solution._outcome
     y, shape = y.to(solution.z.dtype), solution.status.shape
     flat = y if y.ndim == 2 else y.reshape(outcome.z.shape)
     found = outcome.z, outcome.multipliers, outcome.u, outcome.status
     known = outcome.failed == 0
-    loss = apply(_Matched, problem.bare(), known, flat, *found, *problem.inputs)
+    if transforming():
+        loss = _Matched.apply(problem, known, None, flat, *found, *problem.inputs)
+    else:
+        loss = _matched(problem, known, found, flat, None, None, None, None, *problem.inputs)
     return _reduce(loss if len(shape) == 1 else loss.reshape(shape), reduction)
 
 
@@ -51,20 +57,24 @@ class _Matched(torch.autograd.Function):
 
     ∂y = u(y) − v, ∂v = z − y, and for the other inputs those of D at fixed λ. They depend on z
     and λ, which come in solved, so a second derivative passes through the solver by itself.
+    They are arguments for torch.func, which must see every tensor. Elsewhere they come as `found`,
+    and the first derivative does not even visit the solve.
     """
 
     @staticmethod
     def forward(
         kind: Problem,
         complete: bool,  # is it known, without a look at `status`, that all have converged?
+        found: tuple[Tensor, ...] | None,
         y: Tensor,
-        z: Tensor,
-        multipliers: Tensor,
-        u: Tensor,
-        status: Tensor,
+        z: Any,
+        multipliers: Any,
+        u: Any,
+        status: Any,
         *inputs: Tensor,
     ) -> Tensor:
         problem, v = kind.over(*inputs), inputs[0]
+        _, multipliers, u, _ = found or (z, multipliers, u, status)
         loss = problem.quick_loss(y, multipliers, u)
         if loss is not None:
             return loss
@@ -73,36 +83,44 @@ class _Matched(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        ctx.kind, ctx.complete, y, z, multipliers, u, status, *given = inputs
+        kind, ctx.complete, found, y, *solved = inputs[:8]
+        found, given = found or solved, inputs[8:]
         # v only where it is needed: it may be written to before the backward pass.
-        v = given[0] if y.requires_grad else z
-        ctx.save_for_backward(y, v, z, multipliers, u, status, *ctx.kind.needed(given))
+        v = given[0] if y.requires_grad else y
+        ctx.save_for_backward(y, v, *found, *kind.needed(given))
+        ctx.kind, ctx.prepared = type(kind), kind.prepared
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         y, v, z, multipliers, u, status, *needed = ctx.saved_tensors
-        kind, needs = ctx.kind.restored(needed), ctx.needs_input_grad
+        needs = ctx.needs_input_grad
         g = grads[0].unsqueeze(-1)
-        dy = g * (kind.prepared.activation.inverse(y) - v) if needs[2] else None
+        dy = g * (ctx.prepared.activation.inverse(y) - v) if needs[3] else None
         if not ctx.complete:
             # Where no z exists there is nothing to learn. An undecided sample still has the
             # gradient of ℓ at its λ: that is how the paper trains with a solver that stops early.
             ok = ((status == Status.CONVERGED) | (status == Status.MAX_ITERATIONS)).unsqueeze(-1)
             g, y, z, multipliers = (torch.where(ok, x, 0) for x in (g, y, z, multipliers))
             dy = None if dy is None else torch.where(ok, dy, 0)
-        others: Any = (None,) * (len(needs) - 8)
-        if any(needs[8:]):
-            _, *others = kind.envelope(multipliers, u, z, g, needs[7:])
-        return None, None, dy, None, None, None, None, g * (z - y), *others
+        others: Any = (None,) * (len(needs) - 9)
+        if any(needs[9:]):
+            problem = ctx.kind.restored(ctx.prepared, needed)
+            _, *others = problem.envelope(multipliers, u, z, g, needs[8:])
+        return None, None, None, dy, None, None, None, None, g * (z - y), *others
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, kind: Problem, complete: bool, *tensors: Tensor) -> tuple:
+    def vmap(
+        info: Any, in_dims: tuple, kind: Problem, complete: bool, found: None, *tensors: Tensor
+    ) -> tuple:
         """A batch of batches is a batch: the mapped dimension joins N."""
         size, own, inputs = info.batch_size, tensors[:5], tensors[5:]
-        joined, inputs = kind.joined(inputs, in_dims[7:], size)
-        own = [lead(x, d, size).flatten(0, 1) for x, d in zip(own, in_dims[2:7], strict=True)]
-        loss = _Matched.apply(joined, complete, *own, *inputs)
+        joined, inputs = kind.joined(inputs, in_dims[8:], size)
+        own = [lead(x, d, size).flatten(0, 1) for x, d in zip(own, in_dims[3:8], strict=True)]
+        loss = _Matched.apply(joined, complete, None, *own, *inputs)
         return loss.unflatten(0, (size, -1)), 0
+
+
+_matched = direct(_Matched)
 
 
 def bregman_loss(
@@ -118,13 +136,13 @@ def bregman_loss(
     >>> bce = torch.nn.functional.binary_cross_entropy_with_logits(u, y, reduction="sum")
     >>> torch.testing.assert_close(loss, bce)
     """
-    _check_target(y, u.shape, "u")
+    if y.shape != u.shape:
+        raise _misshapen(y, u.shape, "u")
     return _reduce(resolve(activation).divergence(y.to(u.dtype), u).sum(-1), reduction)
 
 
-def _check_target(y: Tensor, shape: torch.Size, name: str) -> None:
-    if y.shape != shape:
-        raise ValueError(f"y must have the shape of {name}, {tuple(shape)}; got {tuple(y.shape)}.")
+def _misshapen(y: Tensor, shape: torch.Size, name: str) -> ValueError:
+    return ValueError(f"y must have the shape of {name}, {tuple(shape)}; got {tuple(y.shape)}.")
 
 
 def _reduce(loss: Tensor, reduction: str) -> Tensor:

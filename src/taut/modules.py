@@ -1,7 +1,5 @@
 """Thin nn.Modules over `project`: the Lagrange units of the paper as layers."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import final
 
 import torch
@@ -9,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from taut.activations import Activation, resolve
-from taut.autograd import is_transformed
+from taut.autograd import is_transformed, transforming, uncompiled
 from taut.maps import as_map
 from taut.pose import validate
 from taut.prepare import Prepared, Unprepared, examined
@@ -63,6 +61,8 @@ class Projection(nn.Module):
         init: Float[Tensor, "*batch I"] | None = None,
     ) -> Solution:
         """The whole `Solution`; `init` starts the multipliers, for example from a memory."""
+        if torch.compiler.is_compiling():
+            return uncompiled(self.solve)(v, b, init)
         b = self.b if b is None else b
         if b is None:
             raise ValueError(
@@ -70,14 +70,14 @@ class Projection(nn.Module):
                 "construction, Projection(A, b)."
             )
         if self._prepared is None:
-            validate(v, self.A, b, init, self.activation)
-        prepared = self.prepared()
-        return projected(prepared, v, self.A, b, self.solver, init, self.on_failure)
+            validate(v, self.A, b, init)
+        A = self.A
+        return projected(self._known(A), v, A, b, self.solver, init, self.on_failure)
 
-    def prepared(self) -> Prepared | Unprepared:
+    def _known(self, A: Tensor) -> Prepared | Unprepared:
         """What is known of A: worked out once, and again when A has been moved or changed."""
-        A, before = self.A, self._prepared
-        if is_transformed(A):
+        before = self._prepared
+        if transforming() and is_transformed(A):
             return known(A, self.activation)
         if before is None or before.activation is not self.activation or not _same(before.A, A):
             # A copy: a write to A.data leaves no trace but in the numbers.
@@ -94,9 +94,9 @@ class Projection(nn.Module):
 
 def _same(known: Tensor, A: Tensor) -> bool:
     """Is A still what it was?"""
-    if known.dtype != A.dtype or known.device != A.device or known.layout != A.layout:
+    if known.dtype is not A.dtype or known.device != A.device or known.layout is not A.layout:
         return False
-    if A.layout == torch.strided:
+    if A.layout is torch.strided:
         return torch.equal(known, A)
     before, now = as_map(known.detach()), as_map(A.detach())
     same = torch.equal(before.pattern.columns, now.pattern.columns)  # pyright: ignore
@@ -128,48 +128,53 @@ class LagrangeMemory(nn.Module):
         self.register_buffer("multipliers", torch.zeros(num_samples, num_constraints))
 
     def __getitem__(self, index: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch I"]:
-        index = self._checked(index)
-        if index.ndim != 1:
-            return self[index.reshape(-1)].reshape(*index.shape, self.multipliers.shape[-1])
-        with self._range(index):
-            return self.multipliers.index_select(0, index)
+        index, table = self._checked(index), self.multipliers
+        try:
+            found = table.index_select(0, index if index.ndim == 1 else index.reshape(-1))
+        except (IndexError, RuntimeError):
+            self._check_range(index)
+            raise
+        return found if index.ndim == 1 else found.reshape(*index.shape, table.shape[-1])
 
     def __len__(self) -> int:
         return len(self.multipliers)
 
     def store(self, index: Int[Tensor, "*batch"], solution: Solution) -> None:
         """Keep the multipliers of `solution` for the samples at `index`."""
-        index = self._checked(index)
+        index, table = self._checked(index), self.multipliers
         found = solution.multipliers.detach()
-        if found.shape != (*index.shape, self.multipliers.shape[-1]):
+        if found.shape != (*index.shape, table.shape[-1]):
             raise ValueError(
                 f"index {tuple(index.shape)} and multipliers {tuple(found.shape)} do not belong "
-                f"together in a memory of {tuple(self.multipliers.shape)}."
+                f"together in a memory of {tuple(table.shape)}."
             )
-        index, found = index.reshape(-1), found.reshape(-1, self.multipliers.shape[-1])
-        if solution._outcome.failed or found.dtype != self.multipliers.dtype:
-            found = found.to(self.multipliers.dtype)
+        if index.ndim != 1:
+            index, found = index.reshape(-1), found.reshape(-1, table.shape[-1])
+        if solution._outcome.failed or found.dtype != table.dtype:
+            found = found.to(table.dtype)
             usable = found.isfinite().all(-1) & (solution.status.reshape(-1) <= 1)
             index, found = index[usable], found[usable]
-        with self._range(index):
-            self.multipliers.index_copy_(0, index, found)
-
-    def _checked(self, index: Tensor) -> Tensor:
-        index = torch.as_tensor(index, device=self.multipliers.device)
-        if index.is_floating_point() or index.dtype == torch.bool:
-            raise TypeError(f"index must hold integers; got {index.dtype}.")
-        return index.long()
-
-    @contextmanager
-    def _range(self, index: Tensor) -> Iterator[None]:
-        """On a CPU torch itself looks at every index; elsewhere it must be done before."""
-        if index.device.type != "cpu":
-            self._check_range(index)
         try:
-            yield
+            table.index_copy_(0, index, found)
         except (IndexError, RuntimeError):
             self._check_range(index)
             raise
+
+    def _checked(self, index: Tensor) -> Tensor:
+        table = self.multipliers
+        if (
+            isinstance(index, Tensor)
+            and index.dtype is torch.long
+            and index.is_cpu
+            and table.is_cpu
+        ):
+            return index  # torch itself looks at every index
+        index = torch.as_tensor(index, device=table.device)
+        if index.is_floating_point() or index.dtype == torch.bool:
+            raise TypeError(f"index must hold integers; got {index.dtype}.")
+        if not index.is_cpu:
+            self._check_range(index)
+        return index.long()
 
     def _check_range(self, index: Tensor) -> None:
         low, high = (int(x) for x in index.aminmax()) if index.numel() else (0, -1)

@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from taut.activations import Activation
-from taut.activations.codes import width
 from taut.maps import as_map
 from taut.prepare import Prepared, Unprepared
 from taut.problems import Linear
@@ -22,30 +20,24 @@ def pose(
     A is the live tensor that gets gradients; None for the detached one in `prepared`.
     """
     given = prepared.A if A is None and isinstance(prepared, Prepared) else A
-    validate(v, given, b, init, prepared.activation)
-    data = _data(prepared, A)
-    if v.ndim == 2 and b.ndim == 2 and (init is None or init.ndim == 2):
-        return Linear(prepared, v, data, b, _detached(init), v.shape[0]), v.shape[:-1]  # pyright: ignore
+    start = None if init is None else init.detach()
+    if _ordinary(v, given, b, init):
+        return Linear(prepared, v, given, b, start, len(v)), v.shape[:-1]  # pyright: ignore
+    _validate(v, given, b, init)
     batch, n = v.shape[:-1], v.shape[:-1].numel()
     equations = b.shape[-1]
     b = b.expand(*batch, equations).reshape(n, equations)
-    start = _detached(init)
     if start is not None:
         start = start.expand(*batch, equations).reshape(n, equations)
     group = v.shape[-2] if v.ndim > 1 else 1
     flat = v.reshape(n, v.shape[-1])
-    return Linear(prepared, flat, data, b, start, group), batch  # pyright: ignore
+    return Linear(prepared, flat, _data(prepared, A), b, start, group), batch  # pyright: ignore
 
 
-def validate(v: Any, A: Any, b: Any, init: Any, activation: Activation) -> None:
+def validate(v: Any, A: Any, b: Any, init: Any) -> None:
     """Refuse what cannot be a problem, and say what was received."""
     if not _ordinary(v, A, b, init):
         _validate(v, A, b, init)
-    _validate_activation(activation, v)
-
-
-def _detached(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.detach()
 
 
 def _data(prepared: Prepared | Unprepared, A: Tensor | None) -> Tensor:
@@ -54,7 +46,7 @@ def _data(prepared: Prepared | Unprepared, A: Tensor | None) -> Tensor:
         return prepared.map.data
     if A.is_inference() and not torch.is_inference_mode_enabled():
         A = A.clone()  # else it could not be kept for a backward pass
-    if A.layout == torch.strided:
+    if A.layout is torch.strided:
         return A if A.ndim < 4 else A.flatten(0, -3)
     return as_map(A).data
 
@@ -65,14 +57,16 @@ def _ordinary(v: Any, A: Any, b: Any, init: Any) -> bool:
         return False
     if v.ndim != 2 or A.ndim != 2:
         return False
-    (n, columns), (rows, across), dtype = v.shape, A.shape, v.dtype
+    (n, columns), (rows, across), dtype, device = v.shape, A.shape, v.dtype, v.device
     return (
         b.shape == (n, rows)
         and 0 < columns == across
-        and dtype == A.dtype == b.dtype
+        and dtype is A.dtype is b.dtype
         and dtype in _FLOATS
-        and v.device == A.device == b.device
-        and (init is None or (init.shape == (n, rows) and init.device == v.device))
+        and device == A.device == b.device
+        and A.layout is torch.strided
+        and not A.is_inference()  # it could not be kept for a backward pass
+        and (init is None or (init.shape == (n, rows) and init.device == device))
     )
 
 
@@ -100,15 +94,6 @@ def _validate(v: Any, A: Any, b: Any, init: Any) -> None:
         where = ", ".join(f"{name} on {x.device}" for name, x in given.items())
         raise ValueError(f"all tensors must be on one device; got {where}.")
     _validate_shapes(v, A, b, init)
-
-
-def _validate_activation(activation: Activation, v: Tensor) -> None:
-    outputs = width(activation)
-    if outputs is not None and outputs != v.shape[-1]:
-        raise ValueError(
-            f"the activation {activation.name!r} has parameters for {outputs} outputs, "
-            f"but v has K = {v.shape[-1]}; got v {tuple(v.shape)}."
-        )
 
 
 def _validate_shapes(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None) -> None:

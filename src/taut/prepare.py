@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from taut.activations import Activation, resolve
-from taut.activations.codes import is_line
+from taut.activations.codes import is_line, width
 from taut.analysis import Basis, analyse, unexamined
 from taut.backends import Backend, Torch, backend_for
 from taut.maps import LinearMap, as_map
@@ -137,6 +137,12 @@ def examined(A: Tensor, activation: Activation) -> Prepared:
 
 
 def _prepared(A: Tensor, activation: Activation, flat: LinearMap, version: int | None) -> Prepared:
+    outputs = width(activation)
+    if outputs is not None and outputs != flat.shape[1]:
+        raise ValueError(
+            f"the activation {activation.name!r} has parameters for {outputs} outputs, "
+            f"but A has K = {flat.shape[1]} columns; got A {tuple(A.shape)}."
+        )
     finite = bool(flat.data.isfinite().all())
     basis = _basis(flat)
     backend = backend_for(basis, activation) if finite else Torch()

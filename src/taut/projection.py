@@ -2,13 +2,15 @@
 
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from taut.activations import Activation, resolve
-from taut.autograd import is_transformed
+from taut.autograd import is_transformed, transforming, uncompiled
 from taut.implicit import solve
 from taut.maps import as_map
+from taut.outcome import failure
 from taut.pose import pose, validate
 from taut.prepare import Prepared, Unprepared, examined
 from taut.solution import Solution
@@ -41,10 +43,14 @@ def project(
     >>> taut.project(v, torch.ones(1, 3), torch.ones(1), activation="exp").z  # softmax
     tensor([0.0900, 0.2447, 0.6652])
     """
+    if torch.compiler.is_compiling():
+        return uncompiled(project)(
+            v, A, b, activation=activation, solver=solver, init=init, on_failure=on_failure
+        )
     if isinstance(A, Prepared):
         return projected(_usable(A, activation), v, None, b, solver, init, on_failure)
     chosen = resolve("linear" if activation is None else activation)
-    validate(v, A, b, init, chosen)
+    validate(v, A, b, init)
     return projected(known(A, chosen), v, A, b, solver, init, on_failure)
 
 
@@ -63,12 +69,14 @@ def projected(
     problem, batch = pose(prepared, v, A, b, init)
     outcome = solve(problem, solver, on_failure == "raise")
     solution = Solution(problem, outcome, batch)
-    return solution if on_failure == "return" else solution.checked()
+    if on_failure == "raise" and outcome.failed > 0:
+        raise failure(solution.status, solution.residual, problem.named)
+    return solution
 
 
 def known(A: Tensor, activation: Activation) -> Prepared | Unprepared:
     """What is known of A and σ; under a transform, that it cannot be known yet."""
-    if is_transformed(A):
+    if transforming() and is_transformed(A):
         return Unprepared(activation, as_map(A if A.ndim < 4 else A.flatten(0, -3)))
     return examined(A, activation)
 

@@ -1,13 +1,16 @@
 """What `project` returns. Batch dimensions begin again here."""
 
+from operator import attrgetter
 from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from taut.outcome import Outcome, Status, explain, failure, tally
+from taut.outcome import Outcome, Status, explain, tally
 from taut.problems import Problem
+
+_VERSION = attrgetter("_version")
 
 
 @final
@@ -56,7 +59,7 @@ class Solution:
             status=status,
             _problem=problem,
             _outcome=outcome,
-            _versions=_versions(problem),
+            _versions=versions(problem.inputs),
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -87,12 +90,6 @@ class Solution:
         """
         return explain(self.status, self.residual, self._problem.named)
 
-    def checked(self) -> "Solution":
-        """Itself, if every sample has converged; else a SolveError is raised."""
-        if self._outcome.failed > 0:
-            raise failure(self.status, self.residual, self._problem.named)
-        return self
-
     def __reduce__(self) -> tuple:
         return Solution, (self._problem, self._outcome, self.status.shape)
 
@@ -102,14 +99,17 @@ class Solution:
         return f"Solution(z={tuple(self.z.shape)}, {counts or 'empty'}, residual ≤ {worst})"
 
 
-def _versions(problem: Problem) -> tuple[Any, ...]:
-    """A counter that torch raises with every write to a tensor; None where it keeps none."""
-    return tuple(None if x.is_inference() else x._version for x in problem.inputs)
+def versions(inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """Counters that torch raises with every write to a tensor; it keeps none in inference mode."""
+    try:
+        return tuple(map(_VERSION, inputs))
+    except RuntimeError:
+        return tuple(None if x.is_inference() else x._version for x in inputs)
 
 
 def check_unwritten(solution: Solution) -> None:
     """Refuse a solution whose v, A or b was written to since: its loss would be another's."""
-    now = _versions(solution._problem)
+    now = versions(solution._problem.inputs)
     if now != solution._versions:
         names = zip(solution._problem.named, solution._versions, now, strict=True)
         changed = ", ".join(name for name, before, after in names if before != after)

@@ -20,7 +20,6 @@ from torch.nn import Parameter
 
 from taut.activations import Activation
 from taut.analysis import Basis
-from taut.autograd import is_transformed
 from taut.backends.base import Rules
 from taut.backends.plan import Plan, make_plan
 from taut.outcome import Outcome
@@ -87,12 +86,10 @@ def structures(layout: str) -> dict[str, type[Structure]]:
     return found
 
 
-def _filled(kind: type[Structure], /, **values: Any) -> Structure:
-    """A structure with all of its fields; a field that only one side knows is an error."""
-    if len(values) != len(kind._fields_):
-        unknown = {name for name, *_ in kind._fields_} ^ values.keys()
-        raise TypeError(f"{kind.__name__}: library and package differ in {sorted(unknown)}.")
-    return kind(**values)
+def _differing(name: str, values: dict[str, Any]) -> TypeError:
+    """The error for a field that only one side knows."""
+    unknown = values.keys() ^ _structures[name][1]
+    return TypeError(f"{name}: library and package differ in {sorted(unknown)}.")
 
 
 def _pool() -> Callable[..., None] | None:
@@ -106,7 +103,12 @@ def _pool() -> Callable[..., None] | None:
 
 
 _library, _variant = _load()
-_structures = {} if _library is None else structures(_library.taut_layout().decode())
+_structures = {
+    name.lower(): (kind, {field for field, *_ in kind._fields_})
+    for name, kind in structures(
+        "" if _library is None else _library.taut_layout().decode()
+    ).items()
+}
 _parallel = _pool()
 
 
@@ -116,7 +118,8 @@ def _function(name: str) -> tuple[Callable[[Any], None], c_void_p]:
     return function, ctypes.cast(function, c_void_p)
 
 
-_functions = {} if _library is None else {n: _function(n) for n in ("solve", "backward", "loss")}
+_NAMES = ("solve", "backward", "loss")
+_functions = {} if _library is None else {name: _function(name) for name in _NAMES}
 
 
 def _alone() -> None:
@@ -137,30 +140,34 @@ def variant() -> str | None:
     return _variant or None
 
 
-def readable(x: Tensor) -> bool:
-    """Can C read this by its address?
+def readable(*tensors: Tensor | None) -> bool:
+    """Can C read these by their addresses?
 
-    >>> readable(torch.zeros(2)), readable(torch.zeros(2, device="meta"))
+    >>> readable(torch.zeros(2), None), readable(torch.zeros(2, device="meta"))
     (True, False)
     """
-    return (
-        type(x) in (Tensor, Parameter)
-        and x.is_cpu
-        and x.layout == torch.strided
-        and not x.is_neg()
-        and not x._is_zerotensor()
-        and not is_transformed(x)
-    )
-
-
-def _all_readable(*tensors: Tensor | None) -> bool:
-    if torch.compiler.is_compiling():  # a compiler cannot follow addresses
+    try:
+        for x in tensors:
+            if x is not None and not (
+                type(x) in _PLAIN
+                and x.is_cpu
+                and x.layout is torch.strided
+                and not x.is_neg()
+                and x.data_ptr()  # a tensor of zeros that torch never wrote has none
+            ):
+                return False
+    except RuntimeError:  # seen through torch.func: its numbers are elsewhere
         return False
-    return all(x is None or readable(x) for x in tensors)
+    return True
 
 
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
+class _Known(NamedTuple):
+    """The plan, as C takes it."""
+
+    plan: Plan
+    structure: Structure
+    address: int
+    work: int  # of one evaluation of a sample
 
 
 class _Given(NamedTuple):
@@ -168,19 +175,25 @@ class _Given(NamedTuple):
 
     rules: Rules
     structure: Structure
-    target: float
-    share: float
-    huge: float
+    values: dict[str, Any]  # of a solve, as far as they follow from the rules
 
     @staticmethod
     def of(rules: Rules, dtype: torch.dtype) -> "_Given":
-        kind = _structures["Rules"]
-        structure = kind(**{name: getattr(rules, name) for name, *_ in kind._fields_})
-        huge = torch.finfo(dtype).max
-        return _Given(rules, structure, rules.target(dtype), rules.share(dtype), huge)
+        kind, fields = _structures["rules"]
+        structure = kind(**{name: getattr(rules, name) for name in fields})
+        values = {
+            "rules": addressof(structure),
+            "single": dtype is torch.float32,
+            "limit": min(rules.max_iterations, _LIMIT),
+            "target": rules.target(dtype),
+            "share": rules.share(dtype),
+            "huge": torch.finfo(dtype).max,
+        }
+        return _Given(rules, structure, values)
 
 
 _USUAL = Rules()
+_PLAIN = (Tensor, Parameter)
 
 
 @final
@@ -189,9 +202,10 @@ class Cpu:
 
     def __init__(self, basis: Basis, activation: Activation) -> None:
         self._basis, self._activation = basis, activation
+        self._redundant = basis.left_out is not None
         equations, outputs = basis.map.shape
         self._wait = _REPAID if equations * equations * outputs > _LARGE else 0
-        self._known: tuple[Plan, Structure] | None = None
+        self._known: _Known | None = None
         self._tried = False
         self._given: dict[torch.dtype, _Given] = {}
 
@@ -216,63 +230,64 @@ class Cpu:
             and 0 < A.shape[0] <= _MOST[_variant]
         )
 
-    def _plan(self, samples: int) -> tuple[Plan, Structure] | None:
+    def _plan(self, samples: int) -> "_Known | None":
         self._wait -= samples
         if self._tried or self._wait > 0:
             return self._known
         plan = make_plan(self._basis, self._activation)
         if plan is not None:
-            kind = _structures["Plan"]
-            pointers = {name: _address(plan.arrays.get(name)) for name, *_ in kind._fields_}
-            self._known = plan, _filled(kind, **(pointers | plan.sizes))
+            arrays = {name: x.data_ptr() for name, x in plan.arrays.items()}
+            kind, fields = _structures["plan"]
+            values = dict.fromkeys(fields) | arrays | plan.sizes
+            if len(values) != len(fields):
+                raise _differing("plan", values)
+            structure = kind(**values)
+            self._known = _Known(plan, structure, addressof(structure), plan.work)
         self._tried = True
         return self._known
 
     def attempt(self, problem: Problem, rules: Rules) -> Outcome:
         """Newton's method from `start`, or 0, in float64."""
-        if not isinstance(problem, Linear) or rules.dtype != torch.float64 or not len(problem.v):
+        if type(problem) is not Linear or rules.dtype is not torch.float64:
             return Outcome.open(problem.inputs[0], problem.prepared.map.shape[0])
-        v, b, start = problem.v, problem.b, problem.start
-        known = self._plan(len(v)) if _all_readable(v, b, start) else None
-        if known is None:
+        v, b, start, n = problem.v, problem.b, problem.start, len(problem.v)
+        known = self._known or self._plan(n)
+        if known is None or not n or not readable(v, b, start):
             return Outcome.open(v, b.shape[-1])
-        plan, structure = known
         v, b = v.contiguous(), b if b.stride(-1) == 1 else b.contiguous()
         if start is not None:
-            if self._basis.left_out is not None:
+            if self._redundant:
                 start = self._basis.enter(self._basis.map, start.to(torch.float64))
             start = start.to(v.dtype).contiguous()
-        n, dtype = len(v), v.dtype
-        given = self._rules(rules, dtype)
+        dtype = v.dtype
+        given = self._given.get(dtype)
+        if given is None or given.rules is not rules:
+            given = self._rules(rules, dtype)
         z, u, multipliers = torch.empty_like(v), torch.empty_like(v), v.new_empty(n, b.shape[-1])
         residual, iterations = v.new_empty(n), v.new_empty(n, dtype=torch.long)
-        status = torch.full_like(iterations, -1)
-        call = _filled(
-            _structures["Solve"],
-            plan=addressof(structure),
-            rules=addressof(given.structure),
-            v=v.data_ptr(),
-            b=b.data_ptr(),
-            start=_address(start),
-            multipliers=multipliers.data_ptr(),
-            u=u.data_ptr(),
-            z=z.data_ptr(),
-            residual=residual.data_ptr(),
-            iterations=iterations.data_ptr(),
-            status=status.data_ptr(),
-            samples=n,
-            single=dtype == torch.float32,
-            b_stride=b.stride(0),
-            limit=min(rules.max_iterations, _LIMIT),
-            next=0,
-            unsolved=n,
-            target=given.target,
-            share=given.share,
-            huge=given.huge,
-        )
-        self._run("solve", call, plan)
-        found = Outcome(z, multipliers, u, residual, iterations, status, call.unsolved)
-        return found if self._basis.left_out is None else self._smallest(found, v, b)
+        status = torch.empty_like(iterations)
+        values = {
+            "plan": known.address,
+            "v": v.data_ptr(),
+            "b": b.data_ptr(),
+            "start": None if start is None else start.data_ptr(),
+            "multipliers": multipliers.data_ptr(),
+            "u": u.data_ptr(),
+            "z": z.data_ptr(),
+            "residual": residual.data_ptr(),
+            "iterations": iterations.data_ptr(),
+            "status": status.data_ptr(),
+            "samples": n,
+            "b_stride": b.stride(0),
+            "next": 0,
+            "unsolved": n,
+            **given.values,
+        }
+        unsolved = _run("solve", values, n * known.work)
+        if unsolved == n:  # perhaps for want of memory, without a look at any
+            status.fill_(-1)
+        found = Outcome(z, multipliers, u, residual, iterations, status, unsolved)
+        return self._smallest(found, v, b) if self._redundant else found
 
     def _smallest(self, found: Outcome, v: Tensor, b: Tensor) -> Outcome:
         """With the smallest multipliers; where redundant equations contradict each other, open."""
@@ -295,73 +310,81 @@ class Cpu:
         self, u: Tensor, status: Tensor, grads: Sequence[Tensor | None]
     ) -> tuple[Tensor, Tensor, int] | None:
         g_z, g_multipliers, g_u = grads
-        redundant = self._basis.left_out is not None
-        if self._known is None or (redundant and g_multipliers is not None):
+        known = self._known
+        if known is None or (self._redundant and g_multipliers is not None):
             return None
-        if not _all_readable(u, g_z, g_multipliers, g_u):
+        if not readable(u, g_z, g_multipliers, g_u):
             return None
-        plan, structure = self._known
         # Kept by name: C reads them by address.
         u, status = u.contiguous(), status.contiguous()
-        g_z, g_multipliers, g_u = (None if g is None else g.contiguous() for g in grads)
-        n, dv, db = len(u), torch.empty_like(u), u.new_full((len(u), plan.constraints), torch.nan)
-        call = _filled(
-            _structures["Backward"],
-            plan=addressof(structure),
-            rules=addressof((self._given.get(u.dtype) or self._rules(_USUAL, u.dtype)).structure),
-            dv=dv.data_ptr(),
-            db=db.data_ptr(),
-            samples=n,
-            single=u.dtype == torch.float32,
-            next=0,
-            unsolved=n,
-            u=u.data_ptr(),
-            g_multipliers=_address(g_multipliers),
-            g_u=_address(g_u),
-            g_z=_address(g_z),
-            status=status.data_ptr(),
-        )
-        self._run("backward", call, plan)
-        if redundant:
+        g_z = None if g_z is None else g_z.contiguous()
+        g_multipliers = None if g_multipliers is None else g_multipliers.contiguous()
+        g_u = None if g_u is None else g_u.contiguous()
+        dtype, n, I = u.dtype, len(u), known.plan.sizes["constraints"]
+        dv, db = torch.empty_like(u), u.new_empty(n, I)
+        given = self._given.get(dtype) or self._rules(_USUAL, dtype)
+        values = {
+            "plan": known.address,
+            "rules": given.values["rules"],
+            "dv": dv.data_ptr(),
+            "db": db.data_ptr(),
+            "samples": n,
+            "single": dtype is torch.float32,
+            "next": 0,
+            "unsolved": n,
+            "u": u.data_ptr(),
+            "g_multipliers": None if g_multipliers is None else g_multipliers.data_ptr(),
+            "g_u": None if g_u is None else g_u.data_ptr(),
+            "g_z": None if g_z is None else g_z.data_ptr(),
+            "status": status.data_ptr(),
+        }
+        left = _run("backward", values, n * known.work)
+        if left == n:  # perhaps for want of memory, without a look at any
+            db.fill_(torch.nan)
+        if self._redundant:
             db = self._basis.project(db.to(torch.float64)).to(db.dtype)
-        return dv, db, call.unsolved
+        return dv, db, left
 
     def loss(
         self, v: Tensor, b: Tensor, y: Tensor, u: Tensor, multipliers: Tensor
     ) -> Tensor | None:
-        if self._known is None or not _all_readable(v, b, y, u, multipliers):
+        known = self._known
+        if known is None or not readable(v, b, y, u, multipliers):
             return None
-        plan, structure = self._known
-        v, y, u, multipliers = (x.contiguous() for x in (v, y, u, multipliers))
+        v, y, u, multipliers = map(Tensor.contiguous, (v, y, u, multipliers))
         b = b if b.stride(-1) == 1 else b.contiguous()
         n, loss = len(v), v.new_empty(len(v))
-        call = _filled(
-            _structures["Loss"],
-            plan=addressof(structure),
-            v=v.data_ptr(),
-            b=b.data_ptr(),
-            y=y.data_ptr(),
-            u=u.data_ptr(),
-            multipliers=multipliers.data_ptr(),
-            loss=loss.data_ptr(),
-            samples=n,
-            single=v.dtype == torch.float32,
-            b_stride=b.stride(0),
-            next=0,
-            unsolved=n,
-        )
-        self._run("loss", call, plan)
-        if call.unsolved > 0:
+        values = {
+            "plan": known.address,
+            "v": v.data_ptr(),
+            "b": b.data_ptr(),
+            "y": y.data_ptr(),
+            "u": u.data_ptr(),
+            "multipliers": multipliers.data_ptr(),
+            "loss": loss.data_ptr(),
+            "samples": n,
+            "single": v.dtype is torch.float32,
+            "b_stride": b.stride(0),
+            "next": 0,
+            "unsolved": n,
+        }
+        if _run("loss", values, n * known.work) > 0:
             raise MemoryError("no memory left for the matched loss.")
         return loss
 
-    @staticmethod
-    def _run(name: str, call: Structure, plan: Plan) -> None:
-        """On as many threads as torch uses; each takes the next samples that nobody works on."""
-        function, address = _functions[name]
-        work = call.samples * plan.work
-        threads = min(torch.get_num_threads(), work // _GRAIN)
-        if threads < 2 or _parallel is None:
-            function(byref(call))
-        else:
-            _parallel(address, byref(call), threads, 0)
+
+def _run(name: str, values: dict[str, Any], work: int) -> int:
+    """Call C, on as many threads as torch uses; the number of samples that it leaves open.
+
+    Each thread takes the next samples that nobody works on. `work` is in products of two numbers.
+    """
+    (function, address), (kind, fields) = _functions[name], _structures[name]
+    if len(values) != len(fields):
+        raise _differing(name, values)
+    call = kind(**values)
+    threads = min(torch.get_num_threads(), work // _GRAIN)
+    if threads < 2 or _parallel is None:
+        function(byref(call))
+    else:
+        _parallel(address, byref(call), threads, 0)
+    return call.unsolved

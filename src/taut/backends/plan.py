@@ -29,11 +29,6 @@ class Plan:
     arrays: dict[str, Tensor]
 
     @property
-    def constraints(self) -> int:
-        """I."""
-        return self.sizes["constraints"]
-
-    @property
     def work(self) -> int:
         """About how many products of two numbers one evaluation of a sample takes."""
         return self.sizes["outputs"] * (self.sizes["kept"] + 8)

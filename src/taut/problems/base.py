@@ -3,11 +3,9 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from taut.autograd import is_dual
 from taut.systems import Known
 
 
@@ -44,9 +42,10 @@ class Problem(ABC):
     def needed(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Those of the inputs that derivatives read."""
 
+    @classmethod
     @abstractmethod
-    def restored(self, needed: Sequence[Tensor]) -> "Problem":
-        """The kind with what `needed` kept."""
+    def restored(cls, prepared: Known, needed: Sequence[Tensor]) -> "Problem":
+        """A problem for derivatives, with what `needed` kept."""
 
     @abstractmethod
     def joined(
@@ -60,13 +59,6 @@ class Problem(ABC):
     @abstractmethod
     def take(self, index: Int[Tensor, "n"]) -> "Problem":
         """Some of the samples."""
-
-    @property
-    def differentiable(self) -> bool:
-        """Does somebody ask for derivatives, in reverse or forward mode?"""
-        if torch.is_grad_enabled() and any(x.requires_grad for x in self.inputs):
-            return True
-        return any(map(is_dual, self.inputs))
 
     @abstractmethod
     def value(self, multipliers: Tensor, u: Tensor) -> Float[Tensor, "N"]:

@@ -61,8 +61,9 @@ class Linear(Problem):
     def needed(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return (inputs[1],)
 
-    def restored(self, needed: Sequence[Tensor]) -> "Linear":
-        return Linear(self.prepared, _NOTHING, needed[0], _NOTHING)
+    @classmethod
+    def restored(cls, prepared: Known, needed: Sequence[Tensor]) -> "Linear":
+        return Linear(prepared, _NOTHING, needed[0], _NOTHING)
 
     def joined(
         self, inputs: Sequence[Tensor], dims: Sequence[int | None], size: int
