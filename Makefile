@@ -77,7 +77,7 @@ format: $(READY) ## 1 s | let ruff fix and format
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-demo: $(RUN_READY) ## 10 s | a constrained network against an unconstrained one
+demo: $(RUN_READY) ## 10 s | a plain network, the same projected, and one trained through the layer
 	@$(BIN)/python examples/demo.py
 
 xor: $(RUN_READY) ## 1 min | the paper's XOR experiment (ARGS="...")

@@ -140,6 +140,16 @@ def test_newton_satisfies_the_constraints_and_nothing_else_does(teacher, setting
     assert min(worst("scratch"), worst("history"), worst("free")) > 1e-3
 
 
+def test_plain_networks_can_be_projected_at_test(teacher, settings):
+    """The fair comparison: b is known at test to both, and only one was trained with it."""
+    settings = Settings(**{**settings.as_dict(), "dtype": "float64"})
+    free = train(settings, teacher, FREE, settings.run_seeds)
+    assert free["test_projected_residual"].max() < 1e-11 < free["test_residual"].min()
+    assert not torch.equal(free["test_projected_error"], free["test_error"])
+    newton = train(settings, teacher, VARIANTS["newton"], settings.run_seeds)
+    torch.testing.assert_close(newton["test_projected_error"], newton["test_error"])
+
+
 @pytest.mark.parametrize("variant", [*VARIANTS.values(), FREE], ids=lambda v: v.name)
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_a_run_among_others_is_the_run_alone(teacher, settings, variant, dtype):
@@ -269,8 +279,9 @@ def test_results_hold_one_number_per_epoch(finished, settings):
                 "min": 3,
                 "mean": 3,
             }
-        assert set(record["test"]) == {"residual", "error", "without_constraints"}
-        assert set(record["test"]["without_constraints"]) == {"residual", "error"}
+        kept = {"residual", "error", "projected_residual", "projected_error"}
+        assert set(record["test"]) == kept | {"without_constraints"}
+        assert set(record["test"]["without_constraints"]) == kept
     assert results["settings"]["run_seeds"] == settings.run_seeds
     assert results["settings"]["versions"]["torch"] == torch.__version__
 
@@ -286,7 +297,7 @@ def test_results_are_over_the_runs_in_the_files(finished):
 
 
 def test_all_figures_are_drawn(finished):
-    for name in ("figure1.png", "figure2.png", "figure3.png"):
+    for name in ("figure1.png", "figure2.png", "figure3.png", "figure4.png"):
         assert (finished.path / name).stat().st_size > 10_000
 
 

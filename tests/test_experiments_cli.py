@@ -70,7 +70,7 @@ def test_xor_writes_results_figures_and_a_summary(tmp_path):
     assert "scratch" in shown and "no constraints" in shown
     assert "taut xor --runs 1000" in shown
     names = {"results.json", "scratch.npz", "history.npz", "newton.npz", "teacher.pt"}
-    names |= {"figure1.png", "figure2.png", "figure3.png"}
+    names |= {"figure1.png", "figure2.png", "figure3.png", "figure4.png"}
     assert names <= {path.name for path in out.iterdir()}
     results = json.loads((out / "results.json").read_text())
     assert results["settings"]["runs"] == 2 and results["settings"]["teacher"]["accuracy"] >= 0.99

@@ -60,7 +60,7 @@ def xor(
     linear constraints that its third layer makes: A z = b for every pattern, enforced by Lagrange
     units. All runs of a variant train at once.
 
-    Writes results.json, the numbers of every run and three figures to OUT. Ctrl-C stops it; runs
+    Writes results.json, the numbers of every run and four figures to OUT. Ctrl-C stops it; runs
     that are finished are kept, and the same command trains the others.
     """
     kind = _kind(compare_loop, units)

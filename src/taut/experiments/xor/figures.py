@@ -21,7 +21,7 @@ _COUNTS = {
 
 
 def draw_all(results: dict[str, Any], folder: Path, count: str = "epoch") -> list[Path]:
-    """Write every figure the results suffice for: figure1.png, figure2.png, figure3.png."""
+    """Write every figure the results suffice for: figure1.png to figure4.png."""
     variants = results["variants"]
     drawn: list[tuple[str, Figure]] = []
     if "scratch" in variants:
@@ -30,6 +30,8 @@ def draw_all(results: dict[str, Any], folder: Path, count: str = "epoch") -> lis
         drawn.append(("figure2.png", progress_figure(results, "history", count)))
     if len(variants) == len(VARIANTS):
         drawn.append(("figure3.png", comparison_figure(results, count)))
+    if "newton" in variants and "without_constraints" in variants["newton"]["test"]:
+        drawn.append(("figure4.png", error_figure(results)))
     for name, figure in drawn:
         figure.savefig(folder / name, dpi=130)
     return [folder / name for name, _ in drawn]
@@ -87,6 +89,38 @@ def comparison_figure(results: dict[str, Any], count: str) -> Figure:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     figure.suptitle(f"XOR Lagrange: {_size(results['settings'])}")
+    return figure
+
+
+def error_figure(results: dict[str, Any]) -> Figure:
+    """Error to the teacher on fresh patterns: projected once at test, or trained through."""
+    variants = results["variants"]
+    free = variants["newton"]["test"]["without_constraints"]
+    lines = {
+        "no constraints": (free["error"], "0.4"),
+        "no constraints,\nprojected once at test": (free["projected_error"], "0.1"),
+    }
+    for name, record in variants.items():
+        lines[f"trained with\n{name}"] = (record["test"]["error"], COLORS[name])
+    figure = Figure(figsize=(8, 0.75 * len(lines) + 1.2), layout="constrained")
+    ax = figure.subplots()
+    for place, (values, color) in enumerate(lines.values()):
+        ax.plot([values["min"], values["max"]], [place, place], color=color, lw=3, alpha=0.4)
+        ax.plot(values["mean"], place, "o", color=color, ms=8)
+        ax.annotate(
+            f"{values['mean']:.4f}",
+            (values["mean"], place),
+            (0, 8),
+            ha="center",
+            textcoords="offset points",
+        )
+    ax.set_yticks(range(len(lines)), list(lines))
+    ax.set(xlabel="root mean square of z − y on fresh patterns (dot: mean, bar: all runs)")
+    ax.set_ylim(len(lines) - 0.5, -0.7)
+    ax.set_xlim(left=0)
+    ax.grid(axis="x", alpha=0.3)
+    ax.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"XOR Lagrange, error to the teacher: {_size(results['settings'])}")
     return figure
 
 

@@ -150,7 +150,7 @@ def open_folder(path: Path, settings: Settings) -> Folder:
     [Chunk(variant='scratch', first=0, last=1), Chunk(variant='scratch', first=2, last=2)]
     """
     held = path / "settings.json"
-    wanted = settings.as_dict()
+    wanted = {**settings.as_dict(), "measures": [*MEASURES, *TEST_MEASURES]}
     if held.exists():
         found = json.loads(held.read_text())
         differences = [

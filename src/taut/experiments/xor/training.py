@@ -20,11 +20,18 @@ from taut.experiments.xor.settings import OPTIMIZERS, Settings, Variant
 from taut.experiments.xor.teacher import Teacher
 from taut.losses import bregman_loss, matched_loss
 from taut.modules import LagrangeMemory, Projection
+from taut.projection import project
 
 # What is kept of each epoch of each run.
 MEASURES = ("iterations", "iterations_per_batch", "loss", "residual", "multiplier_norm", "seconds")
-# What is kept of each run on its fresh test patterns.
-TEST_MEASURES = ("test_residual", "test_error")
+# What is kept of each run on its fresh test patterns: of z as the variant finds it, and of z where
+# Newton finds it at test, whatever was done in training.
+TEST_MEASURES = (
+    "test_residual",
+    "test_error",
+    "test_projected_residual",
+    "test_projected_error",
+)
 
 
 @final
@@ -189,7 +196,7 @@ def test(
 ) -> dict[str, Tensor]:
     """Largest |A z − b| and root mean square of z − y on fresh patterns, λ solved from 0."""
     data = fresh_patterns(settings, teacher, seeds, "test", device)
-    v = students(data.x)
+    v, A = students(data.x), teacher.A.to(settings.torch_dtype).to(device)
     if layer is None:
         z = sigmoid.sigma(v)
     else:
@@ -197,6 +204,13 @@ def test(
         size = settings.batch_size
         parts = zip(v.split(size, dim=1), data.b.split(size, dim=1), strict=True)
         z = torch.cat([layer.solve(part, b).z for part, b in parts], dim=1)
-    residual = (z @ teacher.A.to(z).mT - data.b).abs().flatten(1).amax(1)
-    error = (z - data.y).square().flatten(1).mean(1).sqrt()
-    return {"test_residual": residual.double().cpu(), "test_error": error.double().cpu()}
+    projected = project(v, A, data.b, activation="sigmoid", on_failure="return").z
+    record = {}
+    for name, output in (("test", z), ("test_projected", projected)):
+        residual = (output @ A.mT - data.b).abs().flatten(1).amax(1)
+        error = (output - data.y).square().flatten(1).mean(1).sqrt()
+        record |= {
+            f"{name}_residual": residual.double().cpu(),
+            f"{name}_error": error.double().cpu(),
+        }
+    return record
