@@ -207,6 +207,19 @@ class Problem:
     def solve(self, **options) -> taut.Solution:
         return taut.project(self.v, **self.constraints, activation=self.activation, **options)
 
+    def take(self, index: Tensor) -> "Problem":
+        """The samples at `index`."""
+        A = self.A if self.A.ndim == 2 else self.A[index]
+        return replace(
+            self,
+            v=self.v[index],
+            constraints={**self.constraints, "A": A, "b": self.b[index]},
+            status=self.status[index],
+            y=None if self.y is None else self.y[index],
+            z=None if self.z is None else self.z[index],
+            multipliers=None if self.multipliers is None else self.multipliers[index],
+        )
+
     def with_b(self, b: Tensor, status: Tensor) -> "Problem":
         return replace(self, constraints={**self.constraints, "b": b}, status=status, z=None)
 
