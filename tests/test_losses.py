@@ -1,4 +1,6 @@
-"""matched_loss and bregman_loss: values, envelope gradients, targets that break the constraint."""
+"""matched_loss and bregman_loss: eq. 1, envelope gradients, closed forms, targets at the ends."""
+
+import pickle
 
 import pytest
 import torch
@@ -8,61 +10,71 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import taut
 from measures import output_rounding
-from tables import ROWS, SHORT, K, apply, target
+from tables import (
+    ALL,
+    K,
+    apply,
+    both_dtypes,
+    each_activation,
+    few_activations,
+    problem,
+    target,
+)
 from taut import bregman_loss, matched_loss, project
 
-each_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+
+def posed(activation, n=6):
+    """v that asks for its gradient, A, b, and a y with A y = b."""
+    given = problem(activation, n=n)
+    return given.v.requires_grad_(), given.A, given.b, given.y
 
 
-def problem(row, n=6):
-    v, A, y = torch.randn(n, K, requires_grad=True), torch.randn(2, K), target(row, n)
-    return v, A, apply(A, y), y
-
-
-@each_row
-def test_it_is_the_bregman_divergence(row):
-    v, A, b, y = problem(row)
-    solution = project(v, A, b, activation=row)
+@each_activation
+def test_it_is_the_bregman_divergence(activation):
+    v, A, b, y = posed(activation)
+    solution = project(v, A, b, activation=activation)
     loss = matched_loss(solution, y, reduction="none")
     # From z itself, u is known to the rounding of z over the slope; not at all at an end.
-    z, w = solution.z.detach(), row.slope(solution.u.detach())
-    lower, upper = row.range.bounds(z)
+    z, w = solution.z.detach(), activation.slope(solution.u.detach())
+    lower, upper = activation.range.bounds(z)
     inside = ((z > lower) & (z < upper)).all(-1)
-    most = 1e-10 + ((y - z).abs() * output_rounding(row, z) / w).sum(-1)
-    error = (loss - row.bregman(y, z).sum(-1)).abs()
+    most = 1e-10 + ((y - z).abs() * output_rounding(activation, z) / w).sum(-1)
+    error = (loss - activation.bregman(y, z).sum(-1)).abs()
     assert bool((error <= most)[inside].all()) and inside.any()
-    assert_close(loss, bregman_loss(solution.u, y, row, reduction="none"), rtol=1e-8, atol=1e-10)
+    assert_close(
+        loss, bregman_loss(solution.u, y, activation, reduction="none"), rtol=1e-8, atol=1e-10
+    )
     assert bool((loss > 0).all())
 
 
-@each_row
-def test_pythagoras(row):
+@each_activation
+def test_pythagoras(activation):
     """B(y‖σ(v)) = B(y‖z) + B(z‖σ(v)) for feasible y: the paper's saddle-point objective."""
-    v, A, b, y = problem(row)
-    solution = project(v, A, b, activation=row)
-    start = row.sigma(v)
-    difference = (row.bregman(y, start) - row.bregman(solution.z, start)).sum(-1)
+    v, A, b, y = posed(activation)
+    solution = project(v, A, b, activation=activation)
+    start = activation.sigma(v)
+    difference = (activation.bregman(y, start) - activation.bregman(solution.z, start)).sum(-1)
     loss = matched_loss(solution, y, reduction="none")
     assert_close(loss, difference, rtol=1e-8, atol=1e-10)
 
 
-@each_row
-def test_zero_at_the_target(row):
+@each_activation
+def test_zero_at_the_target(activation):
     v = torch.randn(6, K)
-    y = row.sigma(v)
+    y = activation.sigma(v)
     A = torch.randn(2, K)
-    loss = matched_loss(project(v, A, apply(A, y), activation=row), y, reduction="none")
-    assert loss.abs().max() < 1e-13 * (1 + row.psi(y).abs().sum(-1).max())
+    loss = matched_loss(project(v, A, apply(A, y), activation=activation), y, reduction="none")
+    assert loss.abs().max() < 1e-13 * (1 + activation.psi(y).abs().sum(-1).max())
 
 
-@each_row
+@each_activation
 @pytest.mark.parametrize("noise", [0.0, 0.1], ids=["feasible y", "noisy y"])
-def test_gradient_is_z_minus_y(row, noise):
-    v, A, b, y = problem(row)
-    lower, upper = row.range.bounds(y)
+def test_gradient_is_z_minus_y(activation, noise):
+    v, A, b, y = posed(activation)
+    lower, upper = activation.range.bounds(y)
     room = torch.minimum(torch.minimum(y - lower, upper - y), torch.tensor(1.0))
     y = y + noise * room * torch.randn_like(y).clamp(-1, 1)
-    solution = project(v, A, b, activation=row)
+    solution = project(v, A, b, activation=activation)
     matched_loss(solution, y, reduction="sum").backward()
     assert_close(v.grad, (solution.z - y).detach(), rtol=0, atol=1e-14)
 
@@ -79,13 +91,13 @@ class Recorded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("row", SHORT.values(), ids=SHORT.keys())
-def test_no_solve_in_backward(row):
+@few_activations
+def test_no_solve_in_backward(activation):
     """The envelope theorem: λ is a constant in the first derivative."""
-    v, A, b, y = problem(row)
+    v, A, b, y = posed(activation)
     A.requires_grad_()
     b.requires_grad_()
-    solution = project(v, A, b, activation=row)
+    solution = project(v, A, b, activation=activation)
     loss = matched_loss(solution, y)
     with Recorded() as backward:
         loss.backward(retain_graph=True)
@@ -98,20 +110,20 @@ def test_no_solve_in_backward(row):
 
 def test_other_gradients_are_those_of_the_envelope():
     """∂b = −λ, ∂A = λ zᵀ, ∂y = u(y) − v."""
-    row = ROWS["sigmoid"]
-    v, A, b, y = problem(row)
+    activation = ALL["sigmoid"]
+    v, A, b, y = posed(activation)
     A.requires_grad_(), b.requires_grad_(), y.requires_grad_()
-    solution = project(v, A, b, activation=row)
+    solution = project(v, A, b, activation=activation)
     matched_loss(solution, y, reduction="sum").backward()
     multipliers, z = solution.multipliers.detach(), solution.z.detach()
     assert_close(b.grad, -multipliers)
     assert_close(A.grad, multipliers.mT @ z)
-    assert_close(y.grad, (row.inverse(y) - v).detach())
+    assert_close(y.grad, (activation.inverse(y) - v).detach())
 
 
 def test_a_noisy_target_does_not_move_the_minimum():
     """With yᵀAᵀλ in place of bᵀλ the gradient in v would not be z − y."""
-    v, A, b, y = problem(ROWS["linear"])
+    v, A, b, y = posed(ALL["linear"])
     noisy = y + torch.randn_like(y)
     solution = project(v, A, b)
     loss = matched_loss(solution, noisy, reduction="none")
@@ -124,7 +136,7 @@ def test_a_noisy_target_does_not_move_the_minimum():
     assert_close(g @ P.mT, (v @ P.mT - noisy @ P.mT).detach())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@both_dtypes
 def test_cross_entropy(dtype):
     v = torch.randn(6, K, dtype=dtype, requires_grad=True)
     labels = torch.randint(K, (6,))
@@ -165,14 +177,14 @@ def test_poisson():
 @pytest.mark.parametrize("name", ["sigmoid", "tanh", "exp", "bounded each"])
 @pytest.mark.parametrize("side", [0, 1])
 def test_targets_at_the_ends_of_the_range(name, side):
-    row = ROWS[name]
+    activation = ALL[name]
     v = torch.randn(6, K, requires_grad=True)
-    end = row.range.bounds(v)[side].expand(6, K)
+    end = activation.range.bounds(v)[side].expand(6, K)
     y = torch.where(end.isfinite(), end, torch.ones(()))
     A = torch.ones(1, K)
-    b = apply(A, row.sigma(torch.randn(6, K)))
-    solution = project(v, A, b, activation=row)
-    for loss in (matched_loss(solution, y), bregman_loss(solution.u, y, row)):
+    b = apply(A, activation.sigma(torch.randn(6, K)))
+    solution = project(v, A, b, activation=activation)
+    for loss in (matched_loss(solution, y), bregman_loss(solution.u, y, activation)):
         assert loss.isfinite()
         (g,) = torch.autograd.grad(loss, v, retain_graph=True)
         assert g.isfinite().all()
@@ -184,22 +196,22 @@ def test_targets_at_the_ends_of_the_range(name, side):
     )
 
 
-@pytest.mark.parametrize("row", SHORT.values(), ids=SHORT.keys())
-def test_bregman_loss_of_any_predictor(row):
+@few_activations
+def test_bregman_loss_of_any_predictor(activation):
     """Joint or predicted multipliers: gradient σ(u) − y in u, and Aᵀ of it in λ."""
-    v, A, b, y = problem(row)
+    v, A, b, y = posed(activation)
     multipliers = torch.randn(6, 2, requires_grad=True)
     u = v + multipliers @ A
-    loss = bregman_loss(u, y, row, reduction="none")
-    assert_close(loss, row.bregman(y, row.sigma(u)).sum(-1), rtol=1e-8, atol=1e-10)
+    loss = bregman_loss(u, y, activation, reduction="none")
+    assert_close(loss, activation.bregman(y, activation.sigma(u)).sum(-1), rtol=1e-8, atol=1e-10)
     dv, dm = torch.autograd.grad(loss.sum(), (v, multipliers))
-    assert_close(dv, (row.sigma(u) - y).detach())
-    assert_close(dm, (apply(A, row.sigma(u)) - b).detach())
+    assert_close(dv, (activation.sigma(u) - y).detach())
+    assert_close(dm, (apply(A, activation.sigma(u)) - b).detach())
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_reductions(reduction):
-    v, A, b, y = problem(ROWS["tanh"])
+    v, A, b, y = posed(ALL["tanh"])
     solution = project(v, A, b, activation="tanh")
     each = row_losses = matched_loss(solution, y, reduction="none")
     assert each.shape == (6,)
@@ -210,7 +222,7 @@ def test_reductions(reduction):
 
 
 def test_default_reduction_is_the_mean():
-    v, A, b, y = problem(ROWS["tanh"])
+    v, A, b, y = posed(ALL["tanh"])
     solution = project(v, A, b, activation="tanh")
     assert_close(matched_loss(solution, y), matched_loss(solution, y, reduction="none").mean())
 
@@ -218,7 +230,7 @@ def test_default_reduction_is_the_mean():
 def test_unbatched_and_leading_dimensions():
     A = torch.randn(2, K)
     for batch in ((), (2, 3)):
-        y = target(ROWS["sigmoid"], *batch)
+        y = target(ALL["sigmoid"], *batch)
         solution = project(torch.randn(*batch, K), A, apply(A, y), activation="sigmoid")
         assert matched_loss(solution, y, reduction="none").shape == batch
         assert matched_loss(solution, y).shape == ()
@@ -250,9 +262,47 @@ def test_unknown_reduction():
 
 def test_gradient_descent_trains_as_in_the_paper():
     """A λ that is not optimal still has the gradient of ℓ at that λ: z − y with its own z."""
-    v, A, b, y = problem(ROWS["sigmoid"])
+    v, A, b, y = posed(ALL["sigmoid"])
     solver = taut.GradientDescent()
     solution = project(3 * v, A, b, activation="sigmoid", solver=solver, on_failure="return")
     matched_loss(solution, y, reduction="sum").backward()
     assert not solution.converged.all()
     assert_close(v.grad, 3 * (solution.z - y).detach(), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "tanh", "linear", "srlu"])
+def test_eq_1_is_the_matched_loss_up_to_a_constant(name):
+    """ℓ = −yᵀu + eᵀφ(u), the paper's loss; ours adds ψ(y)."""
+    activation = ALL[name]
+    v, A, b, y = posed(activation)
+    solution = project(v, A, b, activation=activation)
+    paper = -(y * solution.u).sum(-1) + activation.phi(solution.u).sum(-1)
+    ours = matched_loss(solution, y, reduction="none")
+    assert_close(ours - activation.psi(y).sum(-1), paper, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("which", ["v", "b"])
+def test_a_write_between_solve_and_loss_is_noticed(which):
+    v, A, b = problem(n=7)
+    solution = taut.project(v, A, b, activation="sigmoid")
+    {"v": v, "b": b}[which].add_(1.0)
+    with pytest.raises(ValueError, match=f"{which} was changed in place after the solve"):
+        taut.matched_loss(solution, torch.rand(7, K))
+
+
+def test_a_buffer_may_be_used_again_after_the_loss():
+    v, A, b = problem(n=7)
+    v.requires_grad_()
+    y = torch.rand(7, K)
+    solution = taut.project(v, A, b, activation="sigmoid")
+    z, loss = solution.z.detach().clone(), taut.matched_loss(solution, y, reduction="sum")
+    b.zero_()
+    loss.backward()
+    assert_close(v.grad, z - y)
+
+
+def test_solutions_can_be_kept_in_files():
+    solution = taut.project(torch.zeros(2, 3), torch.ones(1, 3), torch.ones(1), activation="exp")
+    again = pickle.loads(pickle.dumps(solution))
+    y = torch.full((2, 3), 1 / 3)
+    assert_close(taut.matched_loss(again, y), torch.zeros(()), rtol=0, atol=1e-15)

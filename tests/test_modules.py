@@ -1,31 +1,32 @@
-"""Projection, LagrangeMemory and LagrangeHead as modules: copies, files, dtypes, training."""
+"""Projection as a module: copies, files, dtypes, an A that changes or is learned, threads."""
 
 import copy
 import io
 import itertools
 import pickle
+import threading
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 from torch.testing import assert_close
 
 import taut
-from tables import ROWS, SHORT, K, apply, target
-from taut import LagrangeHead, LagrangeMemory, Newton, Projection, project
-
-each_row = pytest.mark.parametrize("row", SHORT.values(), ids=SHORT.keys())
-
-
-def layer_of(row=SHORT["sigmoid"], **options):
-    A = torch.randn(2, K)
-    b = apply(A, target(row, 6))
-    return Projection(A, activation=row, **options), torch.randn(6, K), b
+from tables import K, apply, few_activations, patchy, problem, target
+from taut import Newton, Projection, project
+from taut.activations import sigmoid
 
 
-@each_row
-def test_projection_is_project(row):
-    layer, v, b = layer_of(row)
-    expected = project(v, layer.A, b, activation=row)
+def layer_of(activation="sigmoid", **options):
+    """A layer, and v and b for it."""
+    v, A, b = problem(activation)
+    return Projection(A, activation=activation, **options), v, b
+
+
+@few_activations
+def test_projection_is_project(activation):
+    layer, v, b = layer_of(activation)
+    expected = project(v, layer.A, b, activation=activation)
     assert_close(layer(v, b), expected.z, rtol=0, atol=0)
     solution = layer.solve(v, b, init=torch.zeros(6, 2))
     assert_close(solution.multipliers, expected.multipliers, rtol=0, atol=0)
@@ -64,9 +65,9 @@ def test_projection_passes_its_options_on():
         Projection(torch.ones(1, K), activation="sigmoidd")
 
 
-@each_row
-def test_projection_survives_copies_and_files(row):
-    layer, v, b = layer_of(row)
+@few_activations
+def test_projection_survives_copies_and_files(activation):
+    layer, v, b = layer_of(activation)
     z = layer(v, b)  # what it has worked out about A must not get in the way
     file = io.BytesIO()
     torch.save(layer, file)
@@ -122,7 +123,7 @@ def test_projection_sees_an_A_changed_behind_the_back_of_autograd():
     layer(v, b)
     other = torch.randn(2, K)
     layer.A.data.copy_(other)
-    b = apply(other, target(SHORT["sigmoid"], 6))
+    b = apply(other, target(sigmoid, 6))
     assert_close(layer(v, b), project(v, other, b, activation="sigmoid").z, rtol=0, atol=1e-10)
 
 
@@ -153,7 +154,7 @@ def test_inference_first_then_training():
 def test_projection_in_a_network_trains():
     layer, _, b = layer_of()
     net = torch.nn.Linear(3, K)
-    x, y = torch.randn(6, 3), target(SHORT["sigmoid"], 6)
+    x, y = torch.randn(6, 3), target(sigmoid, 6)
     b = apply(layer.A, y)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     losses = []
@@ -174,134 +175,68 @@ def test_repr_says_what_it_is():
     assert "Newton(" in repr(layer)
 
 
-# LagrangeMemory
+class Twice(torch.nn.Module):
+    def forward(self, A):
+        return 2 * A
 
 
-def test_memory_starts_at_zero_and_keeps():
-    memory = LagrangeMemory(10, 2)
-    layer, v, b = layer_of()
-    index = torch.tensor([9, 0, 3, 4, 5, 6])
-    assert len(memory) == 10
-    assert_close(memory[index], torch.zeros(6, 2))
-    solution = layer.solve(v, b, init=memory[index])
-    memory.store(index, solution)
-    assert_close(memory[index], solution.multipliers)
-    assert_close(memory[torch.tensor([1, 2, 7, 8])], torch.zeros(4, 2))
-    assert layer.solve(v, b, init=memory[index]).iterations.max() <= 1
+@pytest.mark.parametrize("way", ["requires_grad_", "Parameter", "parametrize"])
+def test_A_can_be_learned_through_a_layer(way):
+    v, A, b = problem(n=7)
+    layer = taut.Projection(A, activation="sigmoid")
+    layer(v, b)
+    scale = 1.0
+    if way == "requires_grad_":
+        leaf = layer.A.requires_grad_()
+    else:
+        del layer.A
+        leaf = layer.A = torch.nn.Parameter(A.clone())
+    if way == "parametrize":
+        parametrize.register_parametrization(layer, "A", Twice())
+        leaf, scale = layer.parametrizations["A"].original, 2.0
+    layer(v, scale * b).square().sum().backward()
+    live = A.clone().requires_grad_()
+    taut.project(v, scale * live, scale * b, activation="sigmoid").z.square().sum().backward()
+    assert_close(leaf.grad, live.grad)
 
 
-def test_memory_is_in_the_state_dict():
-    memory, twin = LagrangeMemory(4, 2), LagrangeMemory(4, 2)
-    memory.multipliers.normal_()
-    twin.load_state_dict(memory.state_dict())
-    index = torch.arange(4)
-    assert_close(twin[index], memory[index])
-    assert_close(copy.deepcopy(memory)[index], memory[index])
-    assert list(memory.parameters()) == []
+def test_a_layer_built_in_inference_mode_can_be_trained():
+    v, A, b = problem(n=7)
+    with torch.inference_mode():
+        layer = taut.Projection(A, activation="sigmoid")
+        layer(v, b)
+    v.requires_grad_()
+    layer(v, b).square().sum().backward()
+    assert v.grad.abs().max() > 0
 
 
-def test_memory_carries_no_graph():
-    memory = LagrangeMemory(6, 2)
-    layer, v, b = layer_of()
-    memory.store(torch.arange(6), layer.solve(v.requires_grad_(), b))
-    assert not memory.multipliers.requires_grad
+def test_two_threads_on_one_layer():
+    v, A, b = problem(n=7)
+    expected = taut.project(v, A, b, activation="sigmoid").z
+    layer, found = taut.Projection(A, activation="sigmoid"), []
+    threads = [threading.Thread(target=lambda: found.append(layer(v, b))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 4
+    for z in found:
+        assert_close(z, expected, rtol=0, atol=1e-13)
 
 
-def test_memory_does_not_learn_from_failures():
-    memory = LagrangeMemory(3, 1)
-    memory.multipliers.fill_(7.0)
-    b = torch.tensor([[1.0], [9.0], [float("nan")]])
-    v, A = torch.zeros(3, 2), torch.ones(1, 2)
-    solution = project(v, A, b, activation="sigmoid", on_failure="return")
-    memory.store(torch.arange(3), solution)
-    assert_close(memory[torch.tensor([1, 2])], torch.full((2, 1), 7.0))
-    assert_close(memory[torch.tensor([0])], solution.multipliers[:1])
+def test_what_is_prepared_survives_pickling():
+    v, A, b = problem()
+    prepared = pickle.loads(pickle.dumps(taut.prepare(A, "sigmoid")))
+    z = Projection(A, activation="sigmoid")(v, b)
+    assert_close(project(v, prepared, b).z, z, rtol=0, atol=1e-14)
 
 
-def test_memory_keeps_its_own_dtype():
-    memory = LagrangeMemory(6, 2).float()
-    layer, v, b = layer_of()
-    memory.store(torch.arange(6), layer.solve(v, b))
-    assert memory.multipliers.dtype == torch.float32
-    assert layer.solve(v, b, init=memory[torch.arange(6)]).z.dtype == torch.float64
-
-
-@pytest.mark.usefixtures("as_user")
-def test_memory_refuses():
-    memory = LagrangeMemory(4, 2)
-    for index in (torch.tensor([4]), torch.tensor([-1])):
-        with pytest.raises(IndexError, match=r"must lie in 0 … 3; got"):
-            memory[index]
-    with pytest.raises(TypeError, match=r"index must hold integers; got torch\.float64"):
-        memory[torch.tensor([0.0])]
-    with pytest.raises(TypeError, match=r"index must hold integers; got torch\.bool"):
-        memory[torch.tensor([True, False, True, True])]
-    layer, v, b = layer_of()
-    with pytest.raises(ValueError, match=r"index \(2,\) and multipliers \(6, 2\) do not belong"):
-        memory.store(torch.arange(2), layer.solve(v, b))
-    with pytest.raises(ValueError, match="must not be negative; got -1 samples, 2 constraints"):
-        LagrangeMemory(-1, 2)
-
-
-def test_memory_of_an_empty_batch():
-    memory = LagrangeMemory(4, 2)
-    index = torch.zeros(0, dtype=torch.long)
-    layer, v, b = layer_of()
-    assert memory[index].shape == (0, 2)
-    memory.store(index, layer.solve(v[:0], b[:0], init=memory[index]))
-    assert_close(memory.multipliers, torch.zeros(4, 2))
-
-
-# LagrangeHead
-
-
-@pytest.mark.parametrize("batch", [(), (6,), (2, 3)], ids=str)
-def test_head_predicts_v_and_multipliers(batch):
-    A, x = torch.randn(2, K), torch.randn(*batch, 8)
-    head = LagrangeHead(8, A, activation="sigmoid")
-    v, multipliers = head(x)
-    assert v.shape == (*batch, K)
-    assert multipliers.shape == (*batch, 2)
-    assert_close(head.predictor(v, multipliers), v + apply(A.mT, multipliers))
-
-
-def test_head_trains_with_the_bregman_loss():
-    head = LagrangeHead(8, torch.randn(2, K), activation="sigmoid")
-    x, y = torch.randn(6, 8), torch.rand(6, K)
-    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
-    losses = []
-    for _ in range(20):
-        loss = taut.bregman_loss(head.predictor(*head(x)), y, head.activation)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    assert all(p.grad.abs().max() > 0 for p in head.parameters())
-    assert not any(p is head.A for p in head.parameters())  # the paper's weights are fixed
-
-
-def test_head_starts_an_exact_solve():
-    A = torch.randn(2, K)
-    head = LagrangeHead(8, A, activation="tanh")
-    v, multipliers = head(torch.randn(6, 8))
-    b = apply(A, target(ROWS["tanh"], 6))
-    solution = project(v, A, b, activation="tanh", init=multipliers)
-    assert_close(apply(A, solution.z), b, rtol=0, atol=1e-12)
-
-
-def test_head_keeps_the_dtype_of_A_and_its_state():
-    head = LagrangeHead(8, torch.randn(2, K, dtype=torch.float32))
-    assert head(torch.randn(6, 8, dtype=torch.float32))[0].dtype == torch.float32
-    twin = LagrangeHead(8, torch.zeros(2, K, dtype=torch.float32))
-    twin.load_state_dict(head.state_dict())
-    x = torch.randn(6, 8, dtype=torch.float32)
-    for one, other in zip(twin(x), head(x), strict=True):
-        assert_close(one, other)
-    assert_close(twin.A, head.A)
-
-
-@pytest.mark.usefixtures("as_user")
-def test_head_refuses_an_A_per_sample():
-    with pytest.raises(ValueError, match=r"one A for all samples, \(I, K\); got \(4, 2, 5\)"):
-        LagrangeHead(8, torch.ones(4, 2, 5))
+def test_a_layer_with_sparse_A():
+    v, dense, b = problem(n=3, I=4, K=9, matrix=patchy)
+    layer = taut.Projection(dense.to_sparse(), activation="sigmoid")
+    expected = taut.project(v, dense, b, activation="sigmoid").z
+    assert_close(pickle.loads(pickle.dumps(copy.deepcopy(layer)))(v, b), expected)
+    other = taut.Projection(torch.ones(4, 9).to_sparse(), activation="sigmoid")
+    other.load_state_dict(layer.state_dict())
+    assert_close(other(v, b), expected)
+    assert_close(layer.float()(v.float(), b.float()), expected.float(), rtol=0, atol=1e-6)

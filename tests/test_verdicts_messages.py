@@ -1,4 +1,4 @@
-"""Status, Solution and SolveError: what they say."""
+"""Status, Solution and SolveError: what they say, and that it helps."""
 
 import pickle
 
