@@ -1,5 +1,7 @@
 """How far from right, and from each other, answers may lie: bounds that follow from rounding."""
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -63,4 +65,34 @@ def assert_same_answers(one: taut.Solution, other: taut.Solution, given: Problem
     for name, most in zip(("z", "multipliers"), bounds, strict=True):
         error = (getattr(one, name).detach() - getattr(other, name).detach()).abs()
         far = other.converged & (error > most).any(-1)
+        assert not far.any(), f"{name} of samples {far.nonzero().flatten().tolist()} differs"
+
+
+FIELDS = ("z", "multipliers", "u", "residual", "iterations", "status", "converged")
+
+
+def solve_and_differentiate(
+    v, A, b, activation, y, *, init=None, through=("z", "u", "multipliers")
+):
+    """The fields of the solution; ∂v and ∂b of a function of `through`; the matched loss of y."""
+    v, b = (x.detach().clone().requires_grad_() for x in (v, b))
+    solution = taut.project(v, A, b, activation=activation, init=init, on_failure="return")
+    made = {name: getattr(solution, name) for name in FIELDS}
+    ok = solution.converged
+    value = torch.stack([getattr(solution, name)[ok].sin().sum() for name in through]).sum()
+    value = value + solution.z[ok].square().sum()
+    made["dv"], made["db"] = torch.autograd.grad(value, (v, b), retain_graph=True)
+    made["loss"] = taut.matched_loss(solution, y, reduction="none")
+    (made["dloss"],) = torch.autograd.grad(made["loss"][ok].sum(), v)
+    return SimpleNamespace(**{name: x.detach() for name, x in made.items()})
+
+
+def assert_same_derivatives(one: SimpleNamespace, other: SimpleNamespace, given: Problem) -> None:
+    """Rounding is magnified by the condition number in λ, and once more in derivatives at λ."""
+    terms = sum(given.A.shape[-2:])  # of every sum, each with its 64 units of rounding
+    digits = 64 * terms * torch.finfo(given.v.dtype).eps
+    digits = digits * condition(other, given.A, given.activation) ** 2
+    for name in ("dv", "db", "loss", "dloss"):
+        x, y = (getattr(made, name).reshape(len(given.v), -1).double() for made in (one, other))
+        far = other.converged & ((x - y).abs().amax(-1) > digits * (1 + y.abs().amax(-1)))
         assert not far.any(), f"{name} of samples {far.nonzero().flatten().tolist()} differs"
