@@ -149,6 +149,19 @@ def test_a_new_activation_is_one_activation():
     assert loss > 0
 
 
+def test_an_activation_does_not_change_with_the_tensor_it_was_made_of():
+    lower = torch.zeros(3)
+    activation = taut.activations.bounded(lower, torch.ones(3))
+    before = taut.project(
+        torch.zeros(2, 3), torch.ones(1, 3), torch.ones(1), activation=activation
+    ).z
+    lower.sub_(1.0)
+    after = taut.project(
+        torch.zeros(2, 3), torch.ones(1, 3), torch.ones(1), activation=activation
+    ).z
+    assert torch.equal(before, after)
+
+
 # What makes no sense
 
 

@@ -113,6 +113,28 @@ def test_files_and_functions_are_short(path):
             assert length <= 50, f"{path.name}: {node.name} has {length} lines"
 
 
+#: Private names that tests need; where they do, a line says why nothing public will do.
+PRIVATE = {"_attempt", "_efficientzerotensor", "_functions", "_MAX_PRODUCTS"}
+TESTS = sorted(ROOT.glob("tests/*.py"))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.name)
+def test_tests_call_public_names(path):
+    """Neither `from taut.x import _y` nor `x._y`; nor a string that names such an attribute."""
+    tree, found = ast.parse(path.read_text(encoding="utf-8")), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("taut"):
+            found |= {x.name for x in node.names}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+            found.add(node.attr)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).startswith("monkeypatch."):
+            found |= {x.value for x in node.args if isinstance(x, ast.Constant)}
+        elif isinstance(node, ast.Constant) and str(node.value).startswith("taut."):
+            found.add(node.value.split(".")[-1])
+    private = {x for x in found if re.fullmatch(r"_[^_].*", str(x))}
+    assert private <= PRIVATE
+
+
 # Documents stay true by running: ```python blocks as scripts, ```pycon blocks as doctests
 
 BLOCK = re.compile(r"^```(python|pycon)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)

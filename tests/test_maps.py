@@ -1,5 +1,7 @@
 """A as an operator: maps agree with einsum and with each other; systems, also ill-conditioned."""
 
+import threading
+import warnings
 from pathlib import Path
 
 import mpmath
@@ -136,6 +138,21 @@ def test_conjugate_gradient_solves():
 def test_a_sparse_A_of_another_width_is_refused():
     with pytest.raises(ValueError, match=r"sparse A must be one \(I, K\) matrix.*\(2, 4\)"):
         taut.project(torch.zeros(3), torch.ones(2, 4).to_sparse(), torch.ones(2))
+
+
+def test_sparse_products_leave_the_filters_of_warnings_alone():
+    v, A, b = problem(n=7)
+    before = list(warnings.filters)
+    sparse = A.to_sparse()
+    solve = [
+        threading.Thread(target=taut.project, args=(v, sparse, b), kwargs={"activation": "sigmoid"})
+        for _ in range(8)
+    ]
+    for thread in solve:
+        thread.start()
+    for thread in solve:
+        thread.join()
+    assert list(warnings.filters) == before
 
 
 # Equations that are nearly alike: right, or said to be beyond what the precision can tell
