@@ -16,6 +16,7 @@ PACKAGE = Path(taut.__file__).parent
 ROOT = Path(__file__).parent.parent
 #: From the ground up. A module may import from its own storey's folder, and from those before.
 STOREYS = [
+    "accept",
     "autograd",
     "activations",
     "maps",

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from taut.autograd import differentiable, direct, forward_mode, is_transformed, lead, transforming
+from taut.autograd import (
+    differentiable,
+    direct,
+    forward_mode,
+    is_transformed,
+    lead,
+    transforming,
+)
 from taut.outcome import Outcome, failure
 from taut.prepare import Unprepared
 from taut.problems import Problem
@@ -84,6 +91,9 @@ def pulled(ctx: Any, grads: tuple, needs: tuple) -> tuple:
         return (None,) * len(needs)
     multipliers, u, status, *needed = ctx.saved_tensors
     problem = ctx.kind.restored(ctx.prepared, needed)
+    if torch.is_autocast_enabled(u.device.type):
+        with torch.autocast(u.device.type, enabled=False):
+            return problem.pullback(multipliers, u, status, grads, needs)
     return problem.pullback(multipliers, u, status, grads, needs)
 
 

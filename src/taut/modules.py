@@ -6,12 +6,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from taut.accept import Numbers, as_floating, check_matrix
 from taut.activations import Activation, resolve
 from taut.autograd import is_transformed, transforming, uncompiled
 from taut.maps import as_map
-from taut.pose import validate
+from taut.pose import fitted
 from taut.prepare import Prepared, Unprepared, examined
-from taut.projection import OnFailure, known, projected
+from taut.projection import OnFailure, check_settings, known, projected
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
 
@@ -33,16 +34,20 @@ class Projection(nn.Module):
 
     def __init__(
         self,
-        A: Float[Tensor, "*batch I K"],
-        b: Float[Tensor, "*batch I"] | None = None,
+        A: Float[Tensor, "*batch I K"] | Numbers,
+        b: Float[Tensor, "*batch I"] | Numbers | None = None,
         *,
         activation: str | Activation = "linear",
         solver: Solver = Newton(),
         on_failure: OnFailure = "raise",
     ):
         super().__init__()
-        self.register_buffer("A", A.detach().clone())
-        self.register_buffer("b", None if b is None else b.detach().clone())
+        check_settings(solver, on_failure)
+        A = as_floating("A", A, torch.get_default_dtype()).detach().clone()
+        b = None if b is None else as_floating("b", b, A.dtype, A.device).detach().clone()
+        check_matrix(A, b)
+        self.register_buffer("A", A)
+        self.register_buffer("b", b)
         self.activation = resolve(activation)
         self.solver = solver
         self.on_failure: OnFailure = on_failure
@@ -69,9 +74,7 @@ class Projection(nn.Module):
                 "this Projection has no b of its own: pass one, layer(v, b), or give it at "
                 "construction, Projection(A, b)."
             )
-        if self._prepared is None:
-            validate(v, self.A, b, init)
-        A = self.A
+        v, A, b, init = fitted(v, self.A, b, init)
         return projected(self._known(A), v, A, b, self.solver, init, self.on_failure)
 
     def _known(self, A: Tensor) -> Prepared | Unprepared:

@@ -5,25 +5,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from taut.accept import FLOATS, as_floating
 from taut.maps import as_map
 from taut.prepare import Prepared, Unprepared
 from taut.problems import Linear
 
-_FLOATS = (torch.float32, torch.float64)
+
+def fitted(v: Any, A: Any, b: Any, init: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """What was given as tensors that make a problem; else an error that says what was received."""
+    if _ordinary(v, A, b, init):
+        return v, A, b, init
+    if isinstance(v, Tensor) and not v.is_floating_point():
+        raise TypeError(f"v must be floating, float32 or float64; got {v.dtype}. Try v.float().")
+    v = as_floating("v", v, torch.get_default_dtype())
+    A, b = (as_floating(name, x, v.dtype, v.device) for name, x in (("A", A), ("b", b)))
+    if init is not None:
+        init = as_floating("init", init, v.dtype, v.device)
+    _validate(v, A, b, init)
+    return v, A, b, init
 
 
 def pose(
-    prepared: Prepared | Unprepared, v: Any, A: Tensor | None, b: Any, init: Any
+    prepared: Prepared | Unprepared, v: Tensor, A: Tensor | None, b: Tensor, init: Tensor | None
 ) -> tuple[Linear, torch.Size]:
-    """The samples, flat, and their batch dimensions.
+    """The samples, flat, and their batch dimensions; all tensors are `fitted`.
 
     A is the live tensor that gets gradients; None for the detached one in `prepared`.
     """
-    given = prepared.A if A is None and isinstance(prepared, Prepared) else A
-    start = None if init is None else init.detach()
-    if _ordinary(v, given, b, init):
-        return Linear(prepared, v, given, b, start, len(v)), v.shape[:-1]  # pyright: ignore
-    _validate(v, given, b, init)
+    plain = A is not None and A.ndim == 2 and A.layout is torch.strided and not A.is_inference()
+    data, start = A if plain else _data(prepared, A), None if init is None else init.detach()
+    if v.ndim == 2 and b.ndim == 2 and (start is None or start.ndim == 2):
+        return Linear(prepared, v, data, b, start, len(v)), v.shape[:-1]  # pyright: ignore
     batch, n = v.shape[:-1], v.shape[:-1].numel()
     equations = b.shape[-1]
     b = b.expand(*batch, equations).reshape(n, equations)
@@ -31,13 +43,7 @@ def pose(
         start = start.expand(*batch, equations).reshape(n, equations)
     group = v.shape[-2] if v.ndim > 1 else 1
     flat = v.reshape(n, v.shape[-1])
-    return Linear(prepared, flat, _data(prepared, A), b, start, group), batch  # pyright: ignore
-
-
-def validate(v: Any, A: Any, b: Any, init: Any) -> None:
-    """Refuse what cannot be a problem, and say what was received."""
-    if not _ordinary(v, A, b, init):
-        _validate(v, A, b, init)
+    return Linear(prepared, flat, data, b, start, group), batch  # pyright: ignore
 
 
 def _data(prepared: Prepared | Unprepared, A: Tensor | None) -> Tensor:
@@ -62,34 +68,25 @@ def _ordinary(v: Any, A: Any, b: Any, init: Any) -> bool:
         b.shape == (n, rows)
         and 0 < columns == across
         and dtype is A.dtype is b.dtype
-        and dtype in _FLOATS
+        and dtype in FLOATS
         and device == A.device == b.device
-        and A.layout is torch.strided
-        and not A.is_inference()  # it could not be kept for a backward pass
         and (init is None or (init.shape == (n, rows) and init.device == device))
     )
 
 
-def _validate(v: Any, A: Any, b: Any, init: Any) -> None:
+def _validate(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None) -> None:
     given = {"v": v, "A": A, "b": b} | ({} if init is None else {"init": init})
-    for name, x in given.items():
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor; got {type(x).__name__}.")
-        if name != "init" and x.dtype not in _FLOATS:
-            raise ValueError(
-                f"{name} has dtype {x.dtype}; taut works in torch.float32 or torch.float64. "
-                f"Convert it with {name}.float() or {name}.double()."
-            )
     if A.layout != torch.strided and (A.ndim != 2 or A.shape[-1] != v.shape[-1]):
         raise ValueError(
             "a sparse A must be one (I, K) matrix for all samples; got "
             f"A {tuple(A.shape)} for v {tuple(v.shape)}."
         )
-    if not v.dtype == A.dtype == b.dtype:
-        raise ValueError(
-            f"v, A and b must have one dtype; got {v.dtype}, {A.dtype} and {b.dtype}. "
-            "Convert them to the one you want the result in."
-        )
+    for name, x in (("A", A), ("b", b)):
+        if x.dtype != v.dtype:
+            raise TypeError(
+                f"v is {v.dtype} and {name} is {x.dtype}. z has the dtype of v: convert {name} "
+                f"with {name}.to(v.dtype), or v, for more digits, with v.to({name}.dtype)."
+            )
     if len({x.device for x in given.values()}) > 1:
         where = ", ".join(f"{name} on {x.device}" for name, x in given.items())
         raise ValueError(f"all tensors must be on one device; got {where}.")

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from taut.accept import Numbers, as_floating, check_matrix
 from taut.activations import Activation, resolve
 from taut.activations.codes import is_line, width
 from taut.analysis import Basis, analyse, unexamined
@@ -110,14 +111,16 @@ class Unprepared:
         return _prepared(A.data, self.activation, A, None)
 
 
-def prepare(A: Float[Tensor, "*batch I K"], activation: str | Activation = "linear") -> Prepared:
+def prepare(
+    A: Float[Tensor, "*batch I K"] | Numbers, activation: str | Activation = "linear"
+) -> Prepared:
     """Look at A and σ once, for many calls of `project`.
 
     >>> prepare(torch.ones(2, 3), "sigmoid").basis.condition
     tensor(1., dtype=torch.float64)
     """
-    if not isinstance(A, Tensor):
-        raise TypeError(f"A must be a torch.Tensor; got {type(A).__name__}.")
+    A = as_floating("A", A, torch.get_default_dtype())
+    check_matrix(A, None)
     if A.requires_grad:
         raise ValueError(
             "A requires a gradient, and a Prepared gives it none. Pass A itself to project, or "

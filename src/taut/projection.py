@@ -1,17 +1,18 @@
 """taut.project: pose, numbers, derivatives, answer."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from taut.accept import Numbers
 from taut.activations import Activation, resolve
 from taut.autograd import is_transformed, transforming, uncompiled
 from taut.implicit import solve
 from taut.maps import as_map
 from taut.outcome import failure
-from taut.pose import pose, validate
+from taut.pose import fitted, pose
 from taut.prepare import Prepared, Unprepared, examined
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
@@ -21,19 +22,21 @@ OnFailure = Literal["raise", "return"]
 
 def project(
     v: Float[Tensor, "*batch K"],
-    A: Float[Tensor, "*A_batch I K"] | Prepared,
-    b: Float[Tensor, "*b_batch I"],
+    A: Float[Tensor, "*A_batch I K"] | Numbers | Prepared,
+    b: Float[Tensor, "*b_batch I"] | Numbers,
     *,
     activation: str | Activation | None = None,
     solver: Solver = Newton(),
-    init: Float[Tensor, "*init_batch I"] | None = None,
+    init: Float[Tensor, "*init_batch I"] | Solution | None = None,
     on_failure: OnFailure = "raise",
 ) -> Solution:
     """The Bregman projection of σ(v) on {z : A z = b}: z = σ(v + Aᵀλ) with A z = b.
 
     A is (I, K), dense or torch sparse, for all samples, or dense (*batch, I, K), or what
     `taut.prepare` made of it; b is (*batch, I), or (I,) for all. `activation` is "linear" unless
-    given here or to `prepare`.
+    given here or to `prepare`. Lists and NumPy arrays become tensors of v's dtype. The solve runs
+    in float64 whatever that is; autocast does not reach inside, and a half-precision v gives a
+    float32 z.
     `z`, `multipliers` and `u` are differentiable in v, A and b, twice. Each sample of the batch
     is judged alone; `on_failure` says whether one that fails raises `SolveError` or is returned
     with its `status`, z as far as it got, and zero gradients.
@@ -47,10 +50,13 @@ def project(
         return uncompiled(project)(
             v, A, b, activation=activation, solver=solver, init=init, on_failure=on_failure
         )
+    check_settings(solver, on_failure)
+    init = init.multipliers if isinstance(init, Solution) else init
     if isinstance(A, Prepared):
+        v, _, b, init = fitted(v, A.A, b, init)
         return projected(_usable(A, activation), v, None, b, solver, init, on_failure)
     chosen = resolve("linear" if activation is None else activation)
-    validate(v, A, b, init)
+    v, A, b, init = fitted(v, A, b, init)
     return projected(known(A, chosen), v, A, b, solver, init, on_failure)
 
 
@@ -64,14 +70,23 @@ def projected(
     on_failure: OnFailure,
 ) -> Solution:
     """`project` with what is fixed worked out; A is the live tensor that gets gradients."""
-    if on_failure not in ("raise", "return"):
-        raise ValueError(f'on_failure must be "raise" or "return"; got {on_failure!r}.')
+    if torch.is_autocast_enabled(v.device.type):
+        with torch.autocast(v.device.type, enabled=False):
+            return projected(prepared, v, A, b, solver, init, on_failure)
     problem, batch = pose(prepared, v, A, b, init)
     outcome = solve(problem, solver, on_failure == "raise")
     solution = Solution(problem, outcome, batch)
     if on_failure == "raise" and outcome.failed > 0:
         raise failure(solution.status, solution.residual, problem.named)
     return solution
+
+
+def check_settings(solver: Any, on_failure: Any) -> None:
+    """Refuse what is not a solver, or no way to handle failures."""
+    if on_failure not in ("raise", "return"):
+        raise ValueError(f'on_failure must be "raise" or "return"; got {on_failure!r}.')
+    if not isinstance(solver, Solver):
+        raise TypeError(f"solver must be a taut.Solver, such as taut.Newton(); got {solver!r}.")
 
 
 def known(A: Tensor, activation: Activation) -> Prepared | Unprepared:

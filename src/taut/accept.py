@@ -1,0 +1,69 @@
+"""What is taken as a tensor: lists, arrays, integers, half precision."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float64)
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+@runtime_checkable
+class NumpyArray(Protocol):
+    """An array of NumPy, which the core does not import."""
+
+    __array_interface__: dict[str, Any]
+
+
+#: What is taken as a tensor, beside one: lists, arrays of NumPy, integers.
+Numbers = Int[Tensor, "..."] | Sequence[Any] | NumpyArray
+
+
+def as_floating(name: str, x: Any, dtype: torch.dtype, device: Any = None) -> Tensor:
+    """x as a floating tensor. Half precision becomes float32.
+
+    What is not a tensor, or holds integers, gets `dtype`.
+
+    >>> as_floating("A", [[1, 2]], torch.float64)
+    tensor([[1., 2.]], dtype=torch.float64)
+    """
+    if not isinstance(x, Tensor):
+        try:
+            return torch.as_tensor(x, dtype=dtype, device=device)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise TypeError(
+                f"{name} must be a tensor, or a list or array of numbers; got {type(x).__name__}: "
+                f"{error}"
+            ) from None
+    if x.dtype in FLOATS:
+        return x
+    if x.dtype in _HALVES:
+        return x.to(torch.float32)
+    if x.dtype is torch.bool or x.is_complex() or x.is_floating_point():
+        raise TypeError(f"{name} must hold real numbers; got {x.dtype}. Convert it first.")
+    return x.to(dtype)
+
+
+def check_matrix(A: Tensor, b: Tensor | None) -> None:
+    """Refuse an A, or a b beside it, that no v would fit."""
+    if A.ndim < 2:
+        raise ValueError(
+            f"A must be (I, K), a row for each equation; got {tuple(A.shape)}. One equation alone "
+            "is a matrix too: A.unsqueeze(0)."
+        )
+    if A.shape[-1] == 0:
+        raise ValueError(
+            f"A has no columns, so there are no outputs (K = 0); got {tuple(A.shape)}."
+        )
+    if b is None:
+        return
+    if b.dtype != A.dtype:
+        raise TypeError(f"A is {A.dtype} and b is {b.dtype}: convert one of them.")
+    if b.ndim < 1 or b.shape[-1] != A.shape[-2]:
+        raise ValueError(
+            f"b must have an entry for each of the I = {A.shape[-2]} rows of A; got "
+            f"b {tuple(b.shape)}, A {tuple(A.shape)}."
+        )
