@@ -101,7 +101,7 @@ def test_projection_follows_its_dtype():
     layer.to(torch.float32)
     assert layer(v.float(), b.float()).dtype == torch.float32
     assert_close(layer(v.float(), b.float()).double(), z, rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="one dtype"):
+    with pytest.raises(TypeError, match=r"v is torch.float64 and A is torch.float32"):
         layer(v, b)
     assert_close(layer.double()(v, b), z, rtol=0, atol=1e-6)
 

@@ -43,20 +43,26 @@ def test_wrong_init_is_quoted(shape):
     raises(match, T(4, 5), T(2, 5), T(2), init=T(shape))
 
 
-DTYPES = [torch.float16, torch.bfloat16, torch.int64, torch.complex128, torch.bool]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.bool], ids=str)
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_wrong_dtypes_are_named(which, dtype):
     tensors = [T(4, 5), T(2, 5), T(4, 2)]
     tensors[which] = tensors[which].to(dtype)
-    raises(rf"{'vAb'[which]} has dtype {dtype}; taut works in torch.float32 or", *tensors)
+    match = rf"{'vAb'[which]} must hold (real|floating) numbers; got {dtype}"
+    raises(match, *tensors, error=TypeError)
 
 
-def test_dtypes_must_agree():
-    match = r"one dtype; got torch.float32, torch.float64 and torch.float64"
-    raises(match, T(4, 5).float(), T(2, 5), T(2))
+def test_a_v_of_integers_is_not_a_prediction():
+    raises("v must hold floating numbers", T(4, 5).long(), T(2, 5), T(2), error=TypeError)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_dtypes_must_agree(which):
+    tensors = [T(4, 5).float(), T(2, 5).float(), T(2).float()]
+    tensors[which] = tensors[which].double()
+    name = "vAb"[which]
+    match = rf"v is torch.float32 and {name} is torch.float64.*convert {name} with {name}.to\(v"
+    raises(match, *tensors, error=TypeError)
 
 
 def test_devices_must_agree():
@@ -64,10 +70,11 @@ def test_devices_must_agree():
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_lists_are_not_tensors(which):
+def test_what_holds_no_numbers_is_refused(which):
     tensors = [T(5), T(2, 5), T(2)]
-    tensors[which] = tensors[which].tolist()
-    raises(rf"{'vAb'[which]} must be a torch.Tensor; got list", *tensors, error=TypeError)
+    tensors[which] = {"a": 1}
+    match = rf"{'vAb'[which]} must be a tensor, or a list or array of numbers; got dict"
+    raises(match, *tensors, error=TypeError)
 
 
 def test_on_failure_has_two_values():

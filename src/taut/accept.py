@@ -22,17 +22,17 @@ class NumpyArray(Protocol):
 Numbers = Int[Tensor, "..."] | Sequence[Any] | NumpyArray
 
 
-def as_floating(name: str, x: Any, dtype: torch.dtype, device: Any = None) -> Tensor:
+def as_floating(name: str, x: Any, dtype: torch.dtype | None, device: Any = None) -> Tensor:
     """x as a floating tensor. Half precision becomes float32.
 
-    What is not a tensor, or holds integers, gets `dtype`.
+    What is not a tensor, or holds integers, gets `dtype`; None: its own, or the default one.
 
     >>> as_floating("A", [[1, 2]], torch.float64)
     tensor([[1., 2.]], dtype=torch.float64)
     """
     if not isinstance(x, Tensor):
         try:
-            return torch.as_tensor(x, dtype=dtype, device=device)
+            x = torch.as_tensor(x, dtype=dtype, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(
                 f"{name} must be a tensor, or a list or array of numbers; got {type(x).__name__}: "
@@ -44,7 +44,7 @@ def as_floating(name: str, x: Any, dtype: torch.dtype, device: Any = None) -> Te
         return x.to(torch.float32)
     if x.dtype is torch.bool or x.is_complex() or x.is_floating_point():
         raise TypeError(f"{name} must hold real numbers; got {x.dtype}. Convert it first.")
-    return x.to(dtype)
+    return x.to(dtype or torch.get_default_dtype())
 
 
 def check_matrix(A: Tensor, b: Tensor | None) -> None:

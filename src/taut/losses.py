@@ -93,6 +93,9 @@ class _Matched(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
         y, v, z, multipliers, u, status, *needed = ctx.saved_tensors
+        if torch.is_autocast_enabled(u.device.type):
+            with torch.autocast(u.device.type, enabled=False):
+                return _Matched.backward(ctx, *grads)
         needs = ctx.needs_input_grad
         g = grads[0].unsqueeze(-1)
         dy = g * (ctx.prepared.activation.inverse(y) - v) if needs[3] else None

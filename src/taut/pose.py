@@ -13,11 +13,21 @@ from taut.problems import Linear
 
 def fitted(v: Any, A: Any, b: Any, init: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """What was given as tensors that make a problem; else an error that says what was received."""
-    if _ordinary(v, A, b, init):
-        return v, A, b, init
+    if isinstance(v, Tensor) and isinstance(A, Tensor) and isinstance(b, Tensor):
+        dtype, device = v.dtype, v.device
+        if (
+            v.ndim == A.ndim == 2
+            and v.shape[1] == A.shape[1] > 0
+            and b.shape == (shape := (len(v), len(A)))
+            and dtype is A.dtype is b.dtype
+            and dtype in FLOATS
+            and device == A.device == b.device
+            and (init is None or (init.shape == shape and init.device == device))
+        ):
+            return v, A, b, init  # plainly a batch with one A; asked first, as training asks often
     if isinstance(v, Tensor) and not v.is_floating_point():
-        raise TypeError(f"v must be floating, float32 or float64; got {v.dtype}. Try v.float().")
-    v = as_floating("v", v, torch.get_default_dtype())
+        raise TypeError(f"v must hold floating numbers; got {v.dtype}. Try v.float().")
+    v = as_floating("v", v, None)
     A, b = (as_floating(name, x, v.dtype, v.device) for name, x in (("A", A), ("b", b)))
     if init is not None:
         init = as_floating("init", init, v.dtype, v.device)
@@ -55,23 +65,6 @@ def _data(prepared: Prepared | Unprepared, A: Tensor | None) -> Tensor:
     if A.layout is torch.strided:
         return A if A.ndim < 4 else A.flatten(0, -3)
     return as_map(A).data
-
-
-def _ordinary(v: Any, A: Any, b: Any, init: Any) -> bool:
-    """Is it plainly a batch with one A? Asked first, because training asks so often."""
-    if not (isinstance(v, Tensor) and isinstance(A, Tensor) and isinstance(b, Tensor)):
-        return False
-    if v.ndim != 2 or A.ndim != 2:
-        return False
-    (n, columns), (rows, across), dtype, device = v.shape, A.shape, v.dtype, v.device
-    return (
-        b.shape == (n, rows)
-        and 0 < columns == across
-        and dtype is A.dtype is b.dtype
-        and dtype in FLOATS
-        and device == A.device == b.device
-        and (init is None or (init.shape == (n, rows) and init.device == device))
-    )
 
 
 def _validate(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None) -> None:

@@ -21,7 +21,7 @@ OnFailure = Literal["raise", "return"]
 
 
 def project(
-    v: Float[Tensor, "*batch K"],
+    v: Float[Tensor, "*batch K"] | Numbers,
     A: Float[Tensor, "*A_batch I K"] | Numbers | Prepared,
     b: Float[Tensor, "*b_batch I"] | Numbers,
     *,
