@@ -183,6 +183,31 @@ def test_readme_has_examples_and_is_short():
 DOCUMENTS = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 
 
+NAMED = re.compile(r"\b(?:benchmarks|docs|examples|src|tests|website)/[\w/-]+(?:\.\w+)?")
+LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def missing_files(text, folder):
+    """Files of the repository that a document names or links to, and that are not there."""
+    named = [ROOT / name for name in NAMED.findall(text)]
+    linked = [folder / name for name in LINK.findall(text)]
+    return sorted({str(path) for path in named + linked if not path.exists()})
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CONTRIBUTING.md", "benchmarks/README.md"])
+def test_documents_name_files_that_exist(document):
+    path = ROOT / document
+    assert missing_files(path.read_text(encoding="utf-8"), path.parent) == []
+
+
+def test_a_file_that_does_not_exist_is_found():
+    text = (
+        "`tests/nowhere.py`, [API](nowhere.md#x), [out](https://elsewhere.org), tests/test_house.py"
+    )
+    names = [str(ROOT / "nowhere.md"), str(ROOT / "tests/nowhere.py")]
+    assert missing_files(text, ROOT) == names
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 @pytest.mark.usefixtures("as_reader")
 def test_examples(document):
