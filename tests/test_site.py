@@ -55,7 +55,7 @@ def test_a_page_without_defects(tmp_path):
         ("(*batch, K)", "(<em>batch, K)</em>", "italics in the description of taut.sample"),
         ("(*batch, K)", "`(*batch, K)`", "` in the text"),
         ("Layer(width: int)", "Layer", "the signature of taut.Layer lacks width"),
-        ("v: int, A: int", "v: int", "the signature of taut.sample lacks A"),
+        ("v: int, A: int", "v: Activation", "the signature of taut.sample lacks A"),
         ('id="taut.sample"', 'id="sample"', "taut.sample is missing"),
         ('id="taut.Layer.size"', "", "taut.Layer.size is missing"),
         ("../index.html#top", "../nowhere.html", "dead link: ../nowhere.html"),

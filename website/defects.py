@@ -7,6 +7,7 @@ becomes italic, a name that nobody asked for is not there. This reads the pages 
 import ast
 import doctest
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -130,12 +131,12 @@ def api_defects(page: Page, names: dict[str, object]) -> list[str]:
             defects += [
                 f"{name}.{member} is missing"
                 for member in members(thing)
-                if f"{place}.{member}" not in page.anchors and f"{member}:" not in shown
+                if f"{place}.{member}" not in page.anchors and not re.search(rf"\b{member}:", shown)
             ]
         constructed = not isinstance(thing, type) or thing.__name__ not in RECEIVED
         if callable(thing) and constructed:
             parameters = inspect.signature(thing).parameters
-            lacking = [x for x in parameters if x not in shown and not x.startswith("_")]
+            lacking = [x for x in parameters if not re.search(rf"\b{x}\b[:=,)]", shown)]
             if lacking or not shown:
                 defects.append(f"the signature of {name} lacks {', '.join(lacking) or 'all'}")
         documented = isinstance(thing, type) or inspect.isroutine(thing)
