@@ -155,8 +155,10 @@ def _square(draw: "_Draw", *shape: int) -> Tensor:
     return torch.eye(outputs, dtype=torch.float64) + 0.3 * draw.randn(outputs, outputs)
 
 
-def _scaled(draw: "_Draw", *shape: int) -> Tensor:
-    return draw.randn(*shape) * torch.logspace(-4, 4, shape[-2], dtype=torch.float64)[:, None]
+def _scaled(draw: "_Draw", *shape: int, of: Callable[..., Tensor] = _independent) -> Tensor:
+    """The largest equation first, then from the smallest on."""
+    sizes = torch.logspace(-4, 4, shape[-2], dtype=torch.float64).roll(1)
+    return of(draw, *shape) * sizes[:, None]
 
 
 def _some_redundant(draw: "_Draw", *shape: int) -> Tensor:
@@ -353,6 +355,10 @@ SHAPES: dict[str, dict] = {
     "A per sample": {"own": True},
     "some A redundant": {"own": True, "I": 4, "matrix": _some_redundant},
     "equations of very different size": {"matrix": _scaled},
+    "redundant equations of very different size": {
+        "I": 4,
+        "matrix": lambda *x: _scaled(*x, of=_redundant),
+    },
     "unbatched": {"n": ()},
     "batch of one": {"n": 1},
     "empty batch": {"n": 0},

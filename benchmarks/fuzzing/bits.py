@@ -31,7 +31,8 @@ def check_bits(block: Block) -> list[tuple[int, str]]:
     for name, ruined in _ruins(block, victim):
         _, after = _differentiate(block, ruined, weights)
         for what in after.keys() & before.keys() - {"multipliers"}:
-            changed = _changes(block, solution, complete, before, after, what)
+            size = _terms(block, solution, weights) if what == "∂v" else 0.0
+            changed = _changes(block, solution, complete, before, after, what, size)
             changed[victim] = False
             text = f"{what} of a row is the same when a neighbour has {name}"
             failures += [(int(r), text) for r in changed.nonzero().flatten()[:3]]
@@ -39,10 +40,18 @@ def check_bits(block: Block) -> list[tuple[int, str]]:
 
 
 def _changes(
-    block: Block, solution: Solution, complete: bool, before: dict, after: dict, what: str
+    block: Block,
+    solution: Solution,
+    complete: bool,
+    before: dict,
+    after: dict,
+    what: str,
+    size: Tensor | float = 0.0,
 ) -> Tensor:
-    """Rows of which `what` is not what it was."""
+    """Rows of which `what`, a sum of terms of that size, is not what it was."""
     x, y = (found[what].reshape(len(block), -1) for found in (before, after))
+    if not x.shape[1]:  # b, of no equations
+        return torch.zeros(len(block), dtype=torch.bool)
     if what == "status" and not complete:
         return _another_verdict(x, y).any(1)
     if complete:
@@ -56,8 +65,13 @@ def _changes(
         condition = _condition(block, solution)
         most = _DIGITS[torch.float64] * condition.square() * (1 + solution.u.abs().amax(-1))
         most = most.where(most < 1e-2, torch.inf) + torch.finfo(x.dtype).eps
-        most = most * x.abs().amax(1)
+        most = most * (x.abs().amax(1) + size)
     return converged & ((x - y).abs().amax(1) > most.detach())
+
+
+def _terms(block: Block, solution: Solution, weights: Tensor) -> Tensor:
+    """∂v = w∘(g − Aᵀs) is a difference; nothing is left of it where I outputs alone can move."""
+    return (block.law.activation.slope(solution.u.detach()) * weights.abs()).amax(-1)
 
 
 def _compiled(block: Block) -> bool:

@@ -94,7 +94,8 @@ class Basis(ABC):
     def smallest(self, A: LinearMap, v: Tensor, raw: Tensor, eps: float) -> Tensor:
         """Of all multipliers that give the u of `raw`, the smallest."""
         least = self.project(raw)
-        # Equations that are redundant only to the precision of A do move u when λ is large.
+        # It moves u where equations are redundant to the precision of A only, and where λ of one
+        # size is mixed with λ of another, as of equations of very different size.
         moved = A.adjoint(least - raw).abs()
         scale = A.abs().adjoint(least.abs() + raw.abs()) + v.abs()
         return torch.where((moved <= 8 * eps * scale).all(-1, keepdim=True), least, raw)
@@ -144,7 +145,6 @@ class Reduced(Basis):
     out: Bool[Tensor, "*n I"]
     fold: Float[Tensor, "*n I I"]
     range: Float[Tensor, "*n I I"]  # the projector onto the range of A
-    exact: bool  # are they implied to the rounding of float64, not only to that of A's dtype?
 
     _tensors: ClassVar = ("condition", "out", "fold", "range")
 
@@ -279,13 +279,8 @@ def _reduced(A: Tensor, unit: Tensor, norms: Tensor, precision: float) -> Reduce
     size = norms.where(norms > 0, 1).squeeze(-1)
     fold[~kept] = 0
     fold[(~kept).nonzero(), kept.nonzero().squeeze(-1)] = norms[~kept] * parts / size[kept]
-    return _fold(A, kept, fold, distance.min().reciprocal())
-
-
-def _fold(A: Tensor, kept: Tensor, fold: Tensor, condition: Tensor) -> Reduced:
-    off = (A - fold @ A).abs()
-    exact = bool((off <= 1e3 * torch.finfo(A.dtype).eps * (fold.abs() @ A.abs())).all())
-    return Reduced(as_map(A), condition, ~kept, fold, _range_projector(fold, kept), exact)
+    condition = distance.min().reciprocal()
+    return Reduced(as_map(A), condition, ~kept, fold, _range_projector(fold, kept))
 
 
 def _examined(A: Tensor, unit: Tensor, norms: Tensor, precision: float) -> Basis:
@@ -309,14 +304,13 @@ def _examined(A: Tensor, unit: Tensor, norms: Tensor, precision: float) -> Basis
     condition = smallest.reciprocal()
     if bool((good & kept.all(-1)).all()):
         return Plain(as_map(A), condition)
-    reduced = _fold(A, kept, fold, condition)
+    known = (~kept, fold, _range_projector(fold, kept))
     if bool(good.all()):
-        return reduced
+        return Reduced(as_map(A), condition, *known)
     # A good sample keeps its own rows.
     own = good[..., None, None]
     map_ = as_map(torch.where(own, A * kept.unsqueeze(-1), orthonormal))
     transform = torch.where(own, identity * kept.unsqueeze(-2), transform)
-    known = (reduced.out, fold, reduced.range, reduced.exact)
     return Orthonormal(map_, condition, *known, transform, good)
 
 

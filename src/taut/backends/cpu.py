@@ -293,10 +293,7 @@ class Cpu:
         """With the smallest multipliers; where redundant equations contradict each other, open."""
         basis, dtype, eps = self._basis, found.z.dtype, torch.finfo(found.z.dtype).eps
         raw, b = found.multipliers.to(torch.float64), b.to(torch.float64)
-        if getattr(basis, "exact", True):
-            least = basis.project(raw)
-        else:
-            least = basis.smallest(basis.map, v.to(torch.float64), raw, eps)
+        least = basis.smallest(basis.map, v.to(torch.float64), raw, eps)
         gap = basis.contradictory(b, eps)
         status, failed = found.status, found.failed
         if bool(gap.any()):
