@@ -82,6 +82,13 @@ _BASES = {
 }
 
 
+def known_base(base: Base) -> str | None:
+    """The name of a base in the paper's table, None for another."""
+    if base.parameters:
+        return "srlu"
+    return next((name for name, known in _BASES.items() if known is base), None)
+
+
 @dataclass(frozen=True)
 class Law:
     """One activation for K coordinates; `groups` says which coordinates follow which base."""

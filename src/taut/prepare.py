@@ -12,8 +12,9 @@ from taut.accept import Numbers, as_floating, check_matrix
 from taut.activations import Activation, resolve
 from taut.activations.codes import is_line, width
 from taut.analysis import Basis, analyse, unexamined
-from taut.backends import Backend, Torch, backend_for
+from taut.backends import Backend, Torch, backend_for, pull_stably
 from taut.maps import LinearMap, as_map
+from taut.systems import wide
 
 
 @final
@@ -36,6 +37,8 @@ class Prepared:
     backend: Backend
     finite: bool  # does A hold numbers only?
     version: int | None  # of A when it was looked at
+
+    pull_stably = staticmethod(pull_stably)
 
     @cached_property
     def line(self) -> bool:
@@ -84,6 +87,8 @@ class Unprepared:
     map: LinearMap
     finite: bool = False
     backend: Backend = field(default_factory=Torch)
+
+    pull_stably = staticmethod(pull_stably)
 
     @cached_property
     def line(self) -> bool:
@@ -155,8 +160,7 @@ def _prepared(A: Tensor, activation: Activation, flat: LinearMap, version: int |
 def _basis(A: LinearMap) -> Basis:
     """What there is to know of A, in float64 where the device has it."""
     data = A.data.detach()
-    wide = torch.float32 if data.device.type == "mps" else torch.float64
-    number = data.where(data.isfinite(), 0).to(wide)
+    number = data.where(data.isfinite(), 0).to(wide(data))
     if A.sparse:
         return unexamined(A.over(number))
     return analyse(number, torch.finfo(data.dtype).eps)

@@ -5,6 +5,7 @@ from taut.activations.codes import codes
 from taut.analysis import Basis
 from taut.backends.base import Backend as Backend, Rules as Rules, Torch as Torch
 from taut.backends.cpu import Cpu as Cpu, variant
+from taut.backends.heavy import pull_stably as pull_stably
 
 
 def available() -> str:

@@ -1,7 +1,7 @@
 """A and σ laid out for the compiled kernel: equations reordered and filled up, σ as numbers."""
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,6 +12,7 @@ from taut.activations import Activation, linear
 from taut.activations.codes import KINDS, codes, is_line
 from taut.analysis import Basis
 from taut.maps.pairs import Pairs
+from taut.systems import CONDITION, EVEN, FAINT, SAFE
 
 TILE = 4  # as in csrc/calls.h
 # Beyond this, the samples worked on no longer fit a cache, and the gain is gone.
@@ -25,7 +26,7 @@ _MAX_PRODUCTS = 2**21
 class Plan:
     """What csrc/calls.h describes: sizes, and arrays by name."""
 
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
     arrays: dict[str, Tensor]
 
     @property
@@ -59,11 +60,14 @@ def make_plan(basis: Basis, activation: Activation) -> Plan | None:
     a[order >= 0, :given] = A[order[order >= 0]]
     absolute = a.abs()
     arrays = functions | {"order": order, "a": a, "absolute": absolute, "sizes": absolute.sum(-1)}
+    arrays["largest"] = absolute.amax(-1)
     if sparse:
         arrays |= _lists(a, worked)
     w = functions["scale"] / functions["temperature"]
+    c = basis.condition.item()
+    even = EVEN * c**2 if c < CONDITION else torch.inf
     inverses = {"flat": _inverse(a[:worked], torch.ones_like(w))}
-    if is_line(activation):
+    if is_line(activation) and bool(w[:given].amin() >= even * w[:given].amax()):
         inverses["inverse"] = _inverse(a[:worked], w)
     if not all(bool(inverse.isfinite().all()) for inverse in inverses.values()):
         return None
@@ -74,6 +78,9 @@ def make_plan(basis: Basis, activation: Activation) -> Plan | None:
         "kept": worked,
         "disjoint": first,
         "constraints": constraints,
+        "even": even,
+        "faint": FAINT,
+        "safe": SAFE,
         "positive": activation.range.positive and bool((A >= 0).all()),
     }
     return Plan(sizes, {name: x.contiguous() for name, x in (arrays | inverses).items()})

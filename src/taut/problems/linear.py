@@ -17,7 +17,7 @@ from taut.autograd import lead
 from taut.maps import LinearMap
 from taut.outcome import Status
 from taut.problems.base import Problem
-from taut.systems import Known, gram_solve
+from taut.systems import Known, pull, wide
 
 _NOTHING = torch.empty(0, 0)
 
@@ -133,42 +133,42 @@ class Linear(Problem):
         self, multipliers: Tensor, u: Tensor, status: Tensor, grads: Any, needs: Any
     ) -> Any:
         # A failed sample has zero gradient, and nothing of it may reach its neighbours.
-        ok = (status == Status.CONVERGED).unsqueeze(-1)
+        ok, dtype = (status == Status.CONVERGED).unsqueeze(-1), u.dtype
         g_z, g_multipliers, g_u = (
-            torch.zeros_like(x) if g is None else torch.where(ok, g, 0)
+            torch.zeros_like(x, dtype=wide(x)) if g is None else torch.where(ok, g, 0).to(wide(x))
             for g, x in zip(grads, (u, multipliers, u), strict=True)
         )
-        multipliers, u = torch.where(ok, multipliers, 0), torch.where(ok, u, 0)
+        multipliers, u = (torch.where(ok, x, 0).to(wide(x)) for x in (multipliers, u))
         A, activation = self._finite(), self.prepared.activation
         w, z = activation.slope(u), activation.output(u)
-        g = g_u + w * g_z
-        s = gram_solve(w, A, A.apply(g) + g_multipliers, self.prepared)
-        s = torch.where(ok, s, 0)
-        dv = g - w * A.adjoint(s)
-        return dv, A.outer(multipliers, dv) - A.outer(s, z) if needs[1] else None, s
+        whole = torch.is_grad_enabled()
+        dv, s, _ = pull(w, A, None, g_z, g_u, g_multipliers, self.prepared, whole)
+        dv, s = torch.where(ok, dv, 0), torch.where(ok, s, 0)
+        dA = A.outer(multipliers, dv) - A.outer(s, z) if needs[1] else None
+        return dv.to(dtype), None if dA is None else dA.to(self.data.dtype), s.to(dtype)
 
     def pushforward(
         self, multipliers: Tensor, u: Tensor, status: Tensor, tangents: Sequence[Tensor | None]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """du = dv + dAᵀλ + Aᵀdλ with A w∘du = db − dA z."""
+        """du = dv + dAᵀλ + Aᵀdλ and dz = w∘du with A dz = db − dA z: `pull`, with s = −dλ."""
         ok = (status == Status.CONVERGED).unsqueeze(-1)
         dv, dA, db = tangents
-        multipliers, u = torch.where(ok, multipliers, 0), torch.where(ok, u, 0)
+        dtype = u.dtype
+        multipliers, u = (torch.where(ok, x, 0).to(wide(x)) for x in (multipliers, u))
         A, activation = self._finite(), self.prepared.activation
         w, z = activation.slope(u), activation.output(u)
-        du = torch.zeros_like(u) if dv is None else dv
-        rhs = torch.zeros_like(multipliers) if db is None else db
+        du = torch.zeros_like(u) if dv is None else dv.to(u.dtype)
+        rhs = torch.zeros_like(multipliers) if db is None else db.to(u.dtype)
         if dA is not None:
-            change = self.prepared.map.over(dA)
+            change = self.prepared.map.over(dA.to(u.dtype))
             du, rhs = du + change.adjoint(multipliers), rhs - change.apply(z)
         du, rhs = torch.where(ok, du, 0), torch.where(ok, rhs, 0)
-        moved = gram_solve(w, A, rhs - A.apply(w * du), self.prepared)
-        moved = torch.where(ok, moved, 0)
-        du = du + A.adjoint(moved)
-        return w * du, moved, du
+        dz, s, du = pull(w, A, None, du, torch.zeros_like(du), -rhs, self.prepared, True)
+        return dz.to(dtype), torch.where(ok, -s, 0).to(dtype), du.to(dtype)
 
     def _finite(self) -> LinearMap:
-        """A without what is not a number: only failed samples have such entries."""
-        if self.prepared.finite:
-            return self.A
-        return self.prepared.map.over(torch.where(self.data.isfinite(), self.data, 0))
+        """A for derivatives. What is not a number, as only failed samples have it, becomes 0."""
+        data = self.data.to(wide(self.data))
+        if not self.prepared.finite:
+            data = torch.where(data.isfinite(), data, 0)
+        return self.prepared.map.over(data)

@@ -20,6 +20,10 @@
     FIELD(const double *, a)        /* rows × outputs */                                         \
     FIELD(const double *, absolute) /* the same without signs */                                 \
     FIELD(const double *, sizes)    /* Σ|a| of each row */                                       \
+    FIELD(const double *, largest)  /* max|a| of each row */                                     \
+    FIELD(double, even)             /* Cholesky is safe for derivatives from this w_min/w_max on */ \
+    FIELD(double, faint)            /* and ∂v of this part of what it is summed from; or from */ \
+    FIELD(double, safe)             /* this part times the running error of the pivots */        \
     /* Where A is mostly zeros, its non-zeros by row, and by output for the rows kept; and the   \
      * products of two in one output, by entry of the lower triangle of A diag(w) Aᵀ. */         \
     FIELD(const int64_t *, row_start)                                                            \
@@ -99,6 +103,23 @@
     FIELD(int64_t, next)                                                                \
     FIELD(int64_t, unsolved)
 
+#define STABLE(FIELD)                                                                   \
+    FIELD(const double *, a)           /* N × I × K, or one for all */                  \
+    FIELD(int64_t, stride)             /* of samples in `a` */                          \
+    FIELD(const int8_t *, left_out)    /* N × I, equations that take no part, or NULL */ \
+    FIELD(const double *, w)                                                            \
+    FIELD(const double *, g_z)                                                          \
+    FIELD(const double *, g_u)                                                          \
+    FIELD(const double *, g_v)                                                          \
+    FIELD(double *, x)                                                                  \
+    FIELD(double *, s)                                                                  \
+    FIELD(double *, t)                                                                  \
+    FIELD(int64_t, samples)                                                             \
+    FIELD(int64_t, equations)                                                           \
+    FIELD(int64_t, outputs)                                                             \
+    FIELD(int64_t, next)                                                                \
+    FIELD(int64_t, unsolved)
+
 #define LOSS(FIELD)               \
     FIELD(const Plan *, plan)     \
     FIELD(const void *, v)        \
@@ -118,6 +139,7 @@ typedef struct { PLAN(DECLARE) } Plan;
 typedef struct { RULES(DECLARE) } Rules;
 typedef struct { SOLVE(DECLARE) } Solve;
 typedef struct { BACKWARD(DECLARE) } Backward;
+typedef struct { STABLE(DECLARE) } Stable;
 typedef struct { LOSS(DECLARE) } Loss;
 #undef DECLARE
 

@@ -1,4 +1,4 @@
-/* The three calls, for one kind of processor: VARIANT(name) is what they are called. */
+/* The four calls, for one kind of processor: VARIANT(name) is what they are called. */
 #include "gradient.h"
 #include "newton.h"
 
@@ -11,9 +11,21 @@
             if (first >= s->samples) break;                                     \
             TIMED(ALL, work_on(s->plan, s, &work, first));                      \
         }                                                                       \
+        if (memory) free(work.sample_memory);                                   \
         free(memory);                                                           \
     }
 
 void VARIANT(taut_solve) EACH_BLOCK(Solve, solve_block)
 void VARIANT(taut_backward) EACH_BLOCK(Backward, backward_block)
 void VARIANT(taut_loss) EACH_BLOCK(Loss, loss_block)
+
+void VARIANT(taut_stable)(Stable *s) {
+    Sample one;
+    void *memory = make_sample(&one, s->equations, s->outputs);
+    while (memory) {
+        int64_t n = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED);
+        if (n >= s->samples) break;
+        stable_block(s, &one, n);
+    }
+    free(memory);
+}

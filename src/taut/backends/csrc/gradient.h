@@ -5,15 +5,77 @@
 #include "factor.h"
 #include "state.h"
 
+/* The largest running error of the pivots, and |g| + w∘|A|ᵀ|s|: Running and _is_safe of systems/pull.py */
+PART void running_error(const Plan *p, Work *x, lanes *error, lanes *summed) {
+    *error = *summed = all(0.0);
+    for (int64_t i = 0; i < p->kept; i++) {
+        const lanes *row = x->gram + triangle(i);
+        lanes sum = row[i];
+        for (int64_t j = 0; j < i; j++) sum += row[j] * row[j] * x->y[j];
+        x->y[i] = sum * x->diagonal[i] * x->diagonal[i];
+        *error = larger(*error, x->y[i]);
+    }
+    for (int64_t k = 0; k < p->given; k++) {
+        lanes sum = all(0.0);
+        for (int64_t i = 0; i < p->kept; i++)
+            sum += p->absolute[i * p->outputs + k] * absolute(x->step[i]);
+        *summed = larger(*summed, absolute(x->v[k]) + x->w[k] * sum);
+    }
+}
+
+/* Lane l by Gauss–Jordan; false where there is no memory for it */
+PART int route(const Plan *p, const Backward *s, Work *x, int64_t first, int l) {
+    if (!x->sample_memory) x->sample_memory = make_sample(&x->sample, p->kept, p->given);
+    if (!x->sample_memory) return 0;
+    Sample *one = &x->sample;
+    const int64_t n = sample(first, l, s->samples);
+    for (int64_t k = 0; k < p->given; k++) {
+        one->w[k] = x->w[k][l];
+        one->g_z[k] = s->g_z ? number(s->g_z, n * p->given + k, s->single) : 0.0;
+        one->g_u[k] = s->g_u ? number(s->g_u, n * p->given + k, s->single) : 0.0;
+    }
+    for (int64_t i = 0; i < p->kept; i++) {
+        const int64_t row = p->order[i];
+        load_row(one, i, row < 0 ? NULL : p->a + i * p->outputs, p->given);
+        one->g_v[i] = row < 0 || !s->g_multipliers
+                          ? 0.0
+                          : number(s->g_multipliers, n * p->constraints + row, s->single);
+    }
+    solve_stably(one);
+    for (int64_t k = 0; k < p->given; k++) x->u[k][l] = one->x[k];
+    for (int64_t i = 0; i < p->kept; i++) x->step[i][l] = one->s[i];
+    return 1;
+}
+
+/* Which lanes may keep what Cholesky found: see systems/pull.py */
+PART mask kept_digits(const Plan *p, Work *x, lanes least, lanes most, mask fine) {
+    lanes size = all(0.0), found = all(0.0), sum = all(0.0);
+    for (int64_t k = 0; k < p->given; k++) {
+        size = larger(size, absolute(x->v[k]));
+        found = larger(found, absolute(x->u[k]));
+    }
+    for (int64_t i = 0; i < p->kept; i++) sum += p->largest[i] * absolute(x->step[i]);
+    mask plain = fine & (least >= p->even * most) & (found >= p->faint * (size + most * sum));
+    if (!any(~plain) || p->inverse) return plain;
+    lanes error, summed;
+    running_error(p, x, &error, &summed);
+    return plain | (fine & (found >= p->safe * error * summed));
+}
+
 /* s = (A diag(w) Aᵀ)⁻¹(A g + g_λ), ∂v = g − w∘Aᵀs, with g = g_u + w∘g_z: see problems/linear.py */
 PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     mask live = all(0.0) == all(0.0);
+    lanes least = all(INFINITY), most = all(0.0);
     for (int l = 0; l < LANES; l++) live[l] = -(s->status[sample(first, l, s->samples)] == 0);
     read_outputs(p, x->u, s->u, first, s->samples, s->single);
     for (int64_t k = 0; k < p->outputs; k++) {
         x->u[k] = choose(live, x->u[k], all(0.0));
         x->w[k] = activate_output(p, k, x->u[k]).slope;
         x->v[k] = all(0.0);
+    }
+    for (int64_t k = 0; k < p->given; k++) {
+        least = at_most(x->w[k], least);
+        most = at_least(x->w[k], most);
     }
     if (s->g_u) read_outputs(p, x->v, s->g_u, first, s->samples, s->single);
     if (s->g_z) {
@@ -33,22 +95,41 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
         factorise(p, x->gram, x->diagonal, s->rules->pivot, &fine);
     }
     solve_gram(p, x->gram, x->diagonal, x->step, x->y);
-    for (int64_t i = 0; i < p->kept; i++) {
-        fine &= absolute(x->step[i]) < INFINITY;
-        x->step[i] = choose(live, x->step[i], all(0.0));
-    }
     for (int64_t k = 0; k < p->outputs; k += TILE) {
         lanes sum[TILE];
         adjoint(p, x->step, k, sum);
-        for (int t = 0; t < TILE; t++) x->v[k + t] -= x->w[k + t] * sum[t];
+        for (int t = 0; t < TILE; t++) x->u[k + t] = x->v[k + t] - x->w[k + t] * sum[t];
     }
-    for (int64_t k = 0; k < p->outputs; k++) x->v[k] = choose(live, x->v[k], all(0.0));
-    fine |= ~live;
+    mask routed = live & ~kept_digits(p, x, least, most, fine);
+    fine = live | ~live;
+    for (int l = 0; l < LANES && first + l < s->samples; l++)
+        if (routed[l]) fine[l] = -route(p, s, x, first, l);
+    for (int64_t i = 0; i < p->kept; i++) {
+        x->step[i] = choose(live, x->step[i], all(0.0));
+        fine &= absolute(x->step[i]) < INFINITY;
+    }
+    for (int64_t k = 0; k < p->outputs; k++) x->u[k] = choose(live, x->u[k], all(0.0));
     for (int64_t i = 0; i < p->kept; i++) x->step[i] = choose(fine, x->step[i], all(NAN));
-    write_outputs(p, x->v, s->dv, first, s->samples, s->single);
+    write_outputs(p, x->u, s->dv, first, s->samples, s->single);
     write_rows(p, x->step, s->db, first, s->samples, s->single);
     for (int l = 0; l < LANES && first + l < s->samples; l++)
         if (fine[l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
+}
+
+/* Samples each with its A, all by Gauss–Jordan: solve_stably of systems/stable.py */
+PART void stable_block(Stable *s, Sample *x, int64_t n) {
+    const int64_t I = s->equations, K = s->outputs;
+    memcpy(x->w, s->w + n * K, K * sizeof(double));
+    memcpy(x->g_z, s->g_z + n * K, K * sizeof(double));
+    memcpy(x->g_u, s->g_u + n * K, K * sizeof(double));
+    memcpy(x->g_v, s->g_v + n * I, I * sizeof(double));
+    for (int64_t i = 0; i < I; i++)
+        load_row(x, i, s->left_out && s->left_out[n * I + i] ? NULL : s->a + n * s->stride + i * K, K);
+    solve_stably(x);
+    memcpy(s->x + n * K, x->x, K * sizeof(double));
+    memcpy(s->s + n * I, x->s, I * sizeof(double));
+    memcpy(s->t + n * K, x->t, K * sizeof(double));
+    __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
 }
 
 /* Σψ(y) − yᵀv − bᵀλ + Σφ(u): see losses.py */

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include "products.h"
+#include "stable.h"
 
 /* benchmarks/where_time_goes.py compiles this with a clock in it, for one thread. */
 enum { ACTIVATION, PRODUCTS, HESSIAN, FACTORISATION, LINE_SEARCH, ALL, PARTS };
@@ -32,22 +33,14 @@ extern uint64_t taut_ticks[PARTS];
 
 #define FAR 1e-3
 
-/* Where a sanitizer checks addresses, the parts of the room lie apart, and it guards the gaps. */
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-#define GAP 4
-#define GUARD(gap) ASAN_POISON_MEMORY_REGION(gap, GAP * sizeof(lanes))
-#else
-#define GAP 0
-#define GUARD(gap)
-#endif
-
 typedef struct {
     lanes *v, *u, *z, *w;                                /* outputs */
     lanes *b, *size, *residual, *multipliers, *step, *trial; /* rows */
     lanes *y;                                                /* the longer of the two */
     lanes *gram, *diagonal;                              /* lower triangle by rows; 1/its diagonal */
     lanes relative, reach;
+    Sample sample; /* one at a time, for derivatives; room for it is made when it is needed */
+    void *sample_memory;
 } Work;
 
 /* Room for one thread; NULL where there is none. */
@@ -61,6 +54,7 @@ static void *make_room(const Plan *p, Work *x) {
     int64_t total = 0;
     for (int i = 0; i < 13; i++) total += sizes[i] + GAP;
     char *memory = malloc((total + 1) * sizeof(lanes));
+    x->sample_memory = NULL;
     if (!memory) return NULL;
     lanes *at = (lanes *)(((uintptr_t)memory + sizeof(lanes) - 1) / sizeof(lanes) * sizeof(lanes));
     for (int i = 0; i < 13; i++, at += GAP) {

@@ -1,18 +1,13 @@
-"""The one linear system, (A diag(w) Aᵀ) s = r, solved for each sample alone.
-
-Steps of the solvers use the functions here; derivatives of all orders use `gram_solve`.
-"""
+"""A diag(w) Aᵀ s = r, solved for each sample alone: what the steps of solvers need."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
+from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from taut.activations import Activation
-from taut.autograd import apply, lead
 from taut.maps import DenseMap, LinearMap
 
 
@@ -242,108 +237,3 @@ def conjugate_gradient(
         previous, energy = energy, (rest * scaled).sum(-1, keepdim=True)
         step = torch.where(unfinished, torch.addcmul(scaled, energy / previous, step), step)
     return solution
-
-
-@runtime_checkable
-class Known(Protocol):
-    """What is known of an A and a σ, or how to find out: a `Prepared`, or the promise of one."""
-
-    activation: Activation
-    map: LinearMap
-    finite: bool  # is it known that A holds numbers only?
-    backend: Any
-
-    @property
-    def line(self) -> bool:
-        """Is σ a line, so that all samples have the same slopes?"""
-        ...
-
-    def basis_of(self, A: LinearMap) -> Any:
-        """The basis for A."""
-        ...
-
-    def basis_in(self, dtype: torch.dtype) -> Any:
-        """The basis in the dtype of a solver."""
-        ...
-
-    def take(self, index: Tensor) -> "Known":
-        """For the samples at `index`, where each has its A."""
-        ...
-
-    def repeated(self, times: int) -> "Known":
-        """The same for a batch that is `times` this one."""
-        ...
-
-    def anew(self, A: LinearMap) -> "Known":
-        """For another A, which cannot be looked at yet."""
-        ...
-
-
-def gram_solve(
-    w: Float[Tensor, "n K"], A: LinearMap, rhs: Float[Tensor, "n I"], known: Known
-) -> Float[Tensor, "n I"]:
-    """s with A diag(w) Aᵀ s = rhs, differentiable in w, A and rhs as often as needed."""
-    return cast(Tensor, apply(_GramSolve, w, A.data, rhs, A, known))
-
-
-@final
-class _GramSolve(torch.autograd.Function):
-    """s = (A diag(w) Aᵀ)⁻¹ r. Its derivatives are the same function.
-
-    With t = (A diag(w) Aᵀ)⁻¹ g: ∂r = t, ∂w = −Aᵀt ∘ Aᵀs, ∂A = −t (w∘Aᵀs)ᵀ − s (w∘Aᵀt)ᵀ.
-    """
-
-    @staticmethod
-    def forward(w: Tensor, data: Tensor, rhs: Tensor, A: LinearMap, known: Known) -> Tensor:
-        basis = known.basis_of(A.over(data))
-        dtype = basis.map.data.dtype
-        flat = basis.restrict(basis.project(rhs.to(dtype)))
-        w = w.to(dtype)
-        if known.line and basis.map.shared and not basis.map.sparse and len(w):
-            s = share(basis.map, w[0], basis.left_out).solve(flat)
-        else:
-            s = solve_gram(basis.map, w, flat, basis.left_out)
-        s = basis.project(basis.leave(s)).to(rhs.dtype)
-        # Where all slopes of an equation have underflowed it moves nothing and has no gradient.
-        return s.where(s.isfinite(), 0)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
-        w, data, _, ctx.map, ctx.known = inputs
-        ctx.save_for_backward(w, data, output)
-        ctx.save_for_forward(w, data, output)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
-        w, data, s = ctx.saved_tensors
-        A = ctx.map.over(data)
-        t = gram_solve(w, A, grads[0], ctx.known)
-        forth, back = A.adjoint(s), A.adjoint(t)
-        dA = None
-        if ctx.needs_input_grad[1]:
-            dA = -A.outer(t, w * forth) - A.outer(s, w * back)
-        return -back * forth, dA, t, None, None
-
-    @staticmethod
-    def jvp(ctx: Any, dw: Any, dA: Any, drhs: Any, *_: Any) -> Tensor:
-        w, data, s = ctx.saved_tensors
-        A = ctx.map.over(data)
-        forth = A.adjoint(s)
-        rhs = torch.zeros_like(s) if drhs is None else drhs
-        if dw is not None:
-            rhs = rhs - A.apply(dw * forth)
-        if dA is not None:
-            change = ctx.map.over(dA)
-            rhs = rhs - change.apply(w * forth) - A.apply(w * change.adjoint(s))
-        return gram_solve(w, A, rhs, ctx.known)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple, w: Tensor, data: Tensor, rhs: Tensor, *rest: Any) -> tuple:
-        """A batch of batches is a batch: the mapped dimension joins N."""
-        (A, known), size = rest, info.batch_size
-        w, rhs = lead(w, in_dims[0], size), lead(rhs, in_dims[2], size)
-        A = A.joined(data, in_dims[1], size, w.shape[1])
-        if in_dims[1] is None:
-            known = known.repeated(size)
-        s = gram_solve(w.flatten(0, 1), A, rhs.flatten(0, 1), known)
-        return s.unflatten(0, w.shape[:2]), 0
