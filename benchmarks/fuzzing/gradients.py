@@ -5,19 +5,32 @@ less than 1e-10 of its largest entry. There ∂v, ∂b, ∂A and the Hessian tim
 right to 1e-8 of their largest entry, elsewhere to ten times what such changes do.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
+import torch
 from flint import arb, arb_mat
 from numpy.typing import NDArray
+from torch import Tensor
 
+import taut
+from fuzzing.blocks import Block
 from fuzzing.laws import Law, Rng
-from fuzzing.precise import Gradients, Precise, activate, column, matrix
+from fuzzing.precise import Gradients, Precise, activate, column, independent, matrix
+from taut import Status
+from taut.pose import pose
 
 Array = NDArray[np.floating]
 
 RIGHT, POSED, TIMES = 1e-8, 1e-10, 10.0
+_NOTHING = 1e-2  # where 2^-52 has a larger effect, nothing is determined
 _LEAST = 1e-250  # below, products of slopes underflow
+# Numbers of a dtype that are compared; and the slopes with which, for first and second derivatives,
+# nothing on the way leaves its range.
+_RANGE = {np.float64: (_LEAST, 1e250), np.float32: (1e-30, 1e30)}
+_SLOPES = {np.float64: (1e-280, 1e-90), np.float32: (1e-280, 1e-10)}
 _LARGEST = 400  # I·K up to which a sample is looked at: a hundredth of a second
 _EACH = 12  # samples of a block
 
@@ -96,4 +109,143 @@ def distance(one: Gradients, other: Gradients) -> dict[str, float]:
 
 def allowed(effect: float, eps: float) -> float:
     """What may be wrong where changes of 2^-52 have this effect, for answers rounded to `eps`."""
-    return max(RIGHT, TIMES * effect) + 4 * (eps if eps > 1e-10 else 0.0)
+    if effect > _NOTHING:
+        return np.inf
+    return max(RIGHT, TIMES * effect) + (4 * eps if eps > RIGHT else 0.0)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of n samples, each with its A: gradients that come in, and directions."""
+
+    g: tuple[Tensor, Tensor, Tensor]  # of z, λ and u
+    direction: tuple[Tensor, Tensor, Tensor]  # of v, A and b
+
+    @classmethod
+    def draw(cls, rng: Rng, A: Array, dtype: type) -> "Asked":
+        """Gradients of all kinds: of z, u or λ alone, of one output, nearly along the equations."""
+        n, I, K = A.shape
+        kind = rng.integers(7, size=(n, 1))
+        g_z, g_u, g_λ = rng.normal(size=(n, K)), rng.normal(size=(n, K)), rng.normal(size=(n, I))
+        one = np.eye(K)[rng.integers(K, size=n)]
+        along = np.matmul(A.mT.astype(np.float64), rng.normal(size=(n, I, 1)))[..., 0]
+        size = np.abs(along).max(1, keepdims=True)
+        along = along / np.where(size > 0, size, 1) + 10.0 ** rng.uniform(-6, 0) * g_z
+        g_z = np.select(
+            [kind == 1, kind == 2, (kind == 3) | (kind == 4)], [one, along, 0 * g_z], g_z
+        )
+        g_u = np.where((kind == 3) | (kind == 5), g_u, 0)
+        g_λ = np.where((kind == 4) | (kind == 5), g_λ, 0)
+        direction = rng.normal(size=(n, K)), rng.normal(size=A.shape), rng.normal(size=(n, I))
+        parts = [torch.from_numpy(x.astype(dtype)) for x in (g_z, g_λ, g_u, *direction)]
+        return cls(tuple(parts[:3]), tuple(parts[3:]))
+
+
+def differentiate(
+    solve: Any, leaves: list[Tensor], asked: Asked
+) -> tuple[taut.Solution, dict[str, Tensor], dict[str, Tensor]]:
+    """The solution of v, A and b, its gradients, and its Hessian times the direction."""
+    leaves = [x.detach().clone().requires_grad_() for x in leaves]
+    solution = solve(*leaves)
+    found = solution.z, solution.multipliers, solution.u
+    loss = sum((x * g).sum() for x, g in zip(found, asked.g, strict=True))
+    first = torch.autograd.grad(loss, leaves, create_graph=True)
+    along = sum((x * d).sum() for x, d in zip(first, asked.direction, strict=True))
+    second = torch.autograd.grad(along, leaves, allow_unused=True)
+    second = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, second, strict=True)]
+    names = "∂v", "∂A", "∂b"
+    first = [x.detach() for x in first]
+    return solution, dict(zip(names, first, strict=True)), dict(zip(names, second, strict=True))
+
+
+def gradients_of(parts: dict[str, Tensor], row: int) -> Gradients:
+    """∂v, ∂b and ∂A of one sample; what is not among the parts is NaN."""
+    v, b, A = (
+        parts[name][row].double().numpy() if name in parts else np.array(np.nan)
+        for name in ("∂v", "∂b", "∂A")
+    )
+    return Gradients(v[:, None], b[:, None], A)
+
+
+def case_of(law: Law, A: Array, solution: taut.Solution, asked: Asked, row: int) -> Case:
+    """A sample, at the λ and u of its solution."""
+    A = A.astype(np.float64)
+    at = [x[row].detach().double().numpy() for x in (solution.multipliers, solution.u)]
+    g = tuple(x[row].double().numpy() for x in asked.g)
+    dv, dA, db = (x[row].double().numpy() for x in asked.direction)
+    exact = bool((A == np.round(A)).all())
+    return Case(law, A, *at, g, (dv, db, dA), independent(A), exact)
+
+
+def check_gradients(block: Block) -> tuple[list[tuple[int, str]], Counter[str]]:
+    """Failures as (row, check), and how many samples were looked at."""
+    counts: Counter[str] = Counter()
+    n, (I, K) = len(block), block.A.shape[1:]
+    if I == 0 or I * K > _LARGEST:
+        return [], counts
+    rng = np.random.default_rng([block.seed, block.number, 3])
+    rows = np.sort(rng.permutation(n)[:_EACH])
+    A = np.ascontiguousarray(block.A[rows] if len(block.A) == n else block.A.repeat(len(rows), 0))
+    init = None if block.init is None else torch.from_numpy(block.init[rows].copy())
+    asked = Asked.draw(rng, np.nan_to_num(A), block.dtype)
+
+    def solve(v: Tensor, A: Tensor, b: Tensor) -> taut.Solution:
+        return block.project({"v": v, "A": A, "b": b, "init": init})
+
+    leaves = [torch.from_numpy(x) for x in (block.v[rows], A, block.b[rows])]
+    solution, first, second = differentiate(solve, leaves, asked)
+    found = [("", first), ("Hessian times a direction: ", second)]
+    found += [("compiled: ", kernel) for kernel in _compiled(block, A, solution, asked)]
+    failures = []
+    for place in (solution.status == int(Status.CONVERGED)).nonzero().flatten().tolist():
+        case = case_of(block.law, A[place], solution, asked, place)
+        about, wrong = _judge(block, case, solution, place, found)
+        counts["gradients " + about] += 1
+        failures += [(int(rows[place]), text) for text in wrong]
+    return failures, counts
+
+
+def _judge(
+    block: Block, case: Case, solution: taut.Solution, place: int, found: list
+) -> tuple[str, list[str]]:
+    """Was a sample compared, and which of its derivatives are wrong?"""
+    redundant = solution._problem.prepared.basis.left_out
+    kept = len(case.A) if redundant is None else len(case.A) - int(redundant[place].sum())
+    if kept != len(case.kept):
+        return "not compared: equations redundant to rounding only", []
+    slopes = np.abs(block.law.slope(case.u.astype(np.longdouble)))
+    least, enough = _SLOPES[block.dtype]
+    truth = case.truth() if slopes.min() > least else None
+    if truth is None:
+        return "not compared: slopes underflow", []
+    first, second, effect = truth
+    low, high = _RANGE[block.dtype]
+    wrong = []
+    for name, parts in found:
+        again = name.startswith("Hessian")
+        if again and slopes.min() < enough:
+            continue
+        true = second if again else first
+        # A second derivative in float32 is made of first ones rounded to float32.
+        most = allowed(effect * (block.eps / 2.0**-52 if again else 1.0), block.eps)
+        for what, gap in distance(true, gradients_of(parts, place)).items():
+            size = np.abs(true.named()[what]).max()
+            if low < size < high and what in parts and not gap <= most:
+                wrong.append(f"{name}{what} is that of ball arithmetic")
+    return "compared" + ("" if effect < POSED else ", not well-posed"), wrong
+
+
+def _compiled(block: Block, A: Array, solution: taut.Solution, asked: Asked) -> list[dict]:
+    """∂v and ∂b of the compiled backend at the same λ and u, where all samples share A."""
+    if len(block.A) != 1:
+        return []
+    prepared = taut.prepare(torch.from_numpy(block.A[0].copy()), block.law.activation)
+    problem, _ = pose(
+        prepared, solution.z.detach(), None, torch.from_numpy(block.b[0].copy()), None
+    )
+    prepared.backend.attempt(problem, taut.Newton().rules)  # which makes the plan
+    found = prepared.backend.pullback(solution.u.detach(), solution.status, asked.g)
+    if found is None or found[2]:
+        return []
+    dv, db, _ = found
+    return [{"∂v": dv, "∂b": db}]

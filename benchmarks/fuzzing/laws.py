@@ -166,6 +166,13 @@ def draw_law(rng: Rng, label: str, K: int, dtype: type) -> Law:
     return Law(label, row.activation, ((np.arange(K), row.base),), *numbers)
 
 
+def law_of(label: str, K: int) -> Law:
+    """An activation of the paper's table, as it stands there."""
+    one = np.ones(K)
+    row = activations.ACTIVATIONS[label]
+    return Law(label, row, ((np.arange(K), _BASES[label]),), 0 * one, one, one)
+
+
 def _any_label(rng: Rng) -> str:
     return LABELS[int(rng.integers(len(LABELS) - 1))]
 

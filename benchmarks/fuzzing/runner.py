@@ -12,6 +12,7 @@ import torch
 from fuzzing.bits import check_bits
 from fuzzing.blocks import MOST, TARGETS, Block, make_block
 from fuzzing.checks import Answer, check_rows
+from fuzzing.gradients import check_gradients
 from fuzzing.proofs import prove
 from fuzzing.tally import Failure, Tally, count_block
 
@@ -62,9 +63,11 @@ def _checked(block: Block, answer: Answer, again: list[tuple[int, str]]) -> Tall
     proofs = prove(block, answer)
     found += proofs.failures
     wrong = {row for row, _ in found}
-    found += again
+    gradients, compared = check_gradients(block)
+    found += again + gradients
     tally = count_block(block, answer, wrong)
     tally.samples.update(proofs.counts)
+    tally.samples.update(compared)
     tally.checks.update(check for _, check in found)
     kept: dict[str, int] = {}
     for row, check in found:
@@ -111,7 +114,8 @@ def replay(seed: int, number: int, most: int, row: int) -> list[str]:
     answer = Answer.of(block.solve())
     failed = [check for check, mask in check_rows(block, answer).items() if mask[row]]
     failed += [check for r, check in prove(block, answer).failures if r == row]
-    return failed + [check for r, check in check_bits(block) if r == row]
+    others = check_gradients(block)[0] + check_bits(block)
+    return failed + [check for r, check in others if r == row]
 
 
 def _initialise() -> None:

@@ -193,8 +193,9 @@ def _solve(
     else:
         factor = _factor(A, w, left_out)
         found = _completed(A, w, given, factor.solve(rhs))
-    size = g.abs().amax(-1) + largest * (found.s.abs() * A.abs().data.amax(-1)).sum(-1)
-    index = (~(even & (found.x.abs().amax(-1) >= FAINT * size))).nonzero().squeeze(-1)
+    # w∘Aᵀs is at most this: where x is no faint part of it, it has not cancelled with g.
+    taken = largest * (found.s.abs() * A.abs().data.amax(-1)).sum(-1)
+    index = (~(even & (found.x.abs().amax(-1) >= FAINT * taken))).nonzero().squeeze(-1)
     if len(index) and factor is not None and not whole:
         index = index[~_is_safe(A.take(index), w[index], g[index], found, index, factor)]
     if not len(index):

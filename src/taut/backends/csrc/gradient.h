@@ -47,36 +47,35 @@ PART int route(const Plan *p, const Backward *s, Work *x, int64_t first, int l) 
     return 1;
 }
 
-/* Which lanes may keep what Cholesky found: see systems/pull.py */
-PART mask kept_digits(const Plan *p, Work *x, lanes least, lanes most, mask fine) {
-    lanes size = all(0.0), found = all(0.0), sum = all(0.0);
-    for (int64_t k = 0; k < p->given; k++) {
-        size = larger(size, absolute(x->v[k]));
-        found = larger(found, absolute(x->u[k]));
-    }
-    for (int64_t i = 0; i < p->kept; i++) sum += p->largest[i] * absolute(x->step[i]);
-    mask plain = fine & (least >= p->even * most) & (found >= p->faint * (size + most * sum));
-    if (!any(~plain) || p->inverse) return plain;
+/* Lanes in doubt keep what Cholesky found where it is safe, see systems/pull.py, or are routed.
+ * Returns where that was possible. */
+PART mask settle(const Plan *p, const Backward *s, Work *x, int64_t first, mask doubt, mask fine,
+                 lanes found) {
     lanes error, summed;
-    running_error(p, x, &error, &summed);
-    return plain | (fine & (found >= p->safe * error * summed));
+    if (!p->inverse) {
+        running_error(p, x, &error, &summed);
+        doubt &= ~(fine & (found >= p->safe * error * summed));
+    }
+    fine = doubt | ~doubt;
+    for (int l = 0; l < LANES && first + l < s->samples; l++)
+        if (doubt[l]) fine[l] = -route(p, s, x, first, l);
+    return fine;
 }
 
 /* s = (A diag(w) Aᵀ)⁻¹(A g + g_λ), ∂v = g − w∘Aᵀs, with g = g_u + w∘g_z: see problems/linear.py */
 PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     mask live = all(0.0) == all(0.0);
-    lanes least = all(INFINITY), most = all(0.0);
+    lanes least = all(INFINITY), most = all(0.0), found = all(0.0);
     for (int l = 0; l < LANES; l++) live[l] = -(s->status[sample(first, l, s->samples)] == 0);
     read_outputs(p, x->u, s->u, first, s->samples, s->single);
-    for (int64_t k = 0; k < p->outputs; k++) {
-        x->u[k] = choose(live, x->u[k], all(0.0));
-        x->w[k] = activate_output(p, k, x->u[k]).slope;
+    for (int64_t k = 0; k < p->given; k++) {
+        lanes w = activate_output(p, k, choose(live, x->u[k], all(0.0))).slope;
+        least = at_most(w, least);
+        most = at_least(w, most);
+        x->w[k] = w;
         x->v[k] = all(0.0);
     }
-    for (int64_t k = 0; k < p->given; k++) {
-        least = at_most(x->w[k], least);
-        most = at_least(x->w[k], most);
-    }
+    for (int64_t k = p->given; k < p->outputs; k++) x->v[k] = x->w[k] = all(0.0);
     if (s->g_u) read_outputs(p, x->v, s->g_u, first, s->samples, s->single);
     if (s->g_z) {
         read_outputs(p, x->z, s->g_z, first, s->samples, s->single);
@@ -89,25 +88,31 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
         for (int64_t i = 0; i < p->rows; i++)
             x->step[i] += choose(live, x->residual[i], all(0.0));
     }
-    mask fine = live | ~live;
+    mask fine = live | ~live, factorised = fine;
     if (!p->inverse) {
         form_gram(p, x->w, x->gram);
-        factorise(p, x->gram, x->diagonal, s->rules->pivot, &fine);
+        factorise(p, x->gram, x->diagonal, s->rules->pivot, &factorised);
     }
     solve_gram(p, x->gram, x->diagonal, x->step, x->y);
     for (int64_t k = 0; k < p->outputs; k += TILE) {
         lanes sum[TILE];
         adjoint(p, x->step, k, sum);
-        for (int t = 0; t < TILE; t++) x->u[k + t] = x->v[k + t] - x->w[k + t] * sum[t];
+        for (int t = 0; t < TILE; t++) {
+            x->u[k + t] = x->v[k + t] - x->w[k + t] * sum[t];
+            sum[t] = absolute(x->u[k + t]);
+        }
+        found = at_least(at_least(sum[0], sum[1]), at_least(at_least(sum[2], sum[3]), found));
     }
-    mask routed = live & ~kept_digits(p, x, least, most, fine);
-    fine = live | ~live;
-    for (int l = 0; l < LANES && first + l < s->samples; l++)
-        if (routed[l]) fine[l] = -route(p, s, x, first, l);
+    /* w∘Aᵀs is at most this: where ∂v is no faint part of it, it has not cancelled with g. */
+    lanes taken = all(0.0);
+    for (int64_t i = 0; i < p->kept; i++) taken += p->largest[i] * absolute(x->step[i]);
+    mask doubt = live & ~(factorised & (least >= p->even * most) & (found >= p->faint * most * taken));
+    if (any(doubt)) fine = settle(p, s, x, first, doubt, factorised, found);
     for (int64_t i = 0; i < p->kept; i++) {
-        x->step[i] = choose(live, x->step[i], all(0.0));
         fine &= absolute(x->step[i]) < INFINITY;
+        x->step[i] = choose(live, x->step[i], all(0.0));
     }
+    fine |= ~live;
     for (int64_t k = 0; k < p->outputs; k++) x->u[k] = choose(live, x->u[k], all(0.0));
     for (int64_t i = 0; i < p->kept; i++) x->step[i] = choose(fine, x->step[i], all(NAN));
     write_outputs(p, x->u, s->dv, first, s->samples, s->single);

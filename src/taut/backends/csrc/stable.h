@@ -19,8 +19,9 @@
 #define GUARD(gap)
 #endif
 
-/* Not 64 bytes: GCC 12 takes comparisons of such vectors apart, number by number, without AVX-512. */
-#define WIDTH (LANES > 4 ? 4 : LANES)
+/* As wide as the processor's vectors, here of outputs */
+#define WIDTH LANES
+#define FILL (2 * WIDTH)
 typedef double wide __attribute__((vector_size(8 * WIDTH)));
 typedef int64_t wide_mask __attribute__((vector_size(8 * WIDTH)));
 
@@ -32,9 +33,9 @@ INLINE wide wide_choose(wide_mask m, wide yes, wide no) {
     return (wide)((m & (wide_mask)yes) | (~m & (wide_mask)no));
 }
 
-INLINE int64_t padded(int64_t n) { return (n + 7) / 8 * 8; }
+INLINE int64_t padded(int64_t n) { return (n + FILL - 1) / FILL * FILL; }
 
-/* All of one sample. Rows are filled up with zeros to a multiple of 8. */
+/* All of one sample. Rows are filled up with zeros to a multiple of FILL. */
 typedef struct {
     int64_t rows, outputs;               /* as filled up: of E and of T */
     int64_t equations;                   /* rows of both */
