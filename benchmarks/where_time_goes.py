@@ -45,7 +45,7 @@ class Clock:
 
     def shares(self, call, repeats: int) -> dict[str, float]:
         """Of the time of `call`: each part of the kernel, what else it does, and all around it."""
-        original, inside = cpu._run, 0.0
+        original, inside = cpu.run, 0.0
 
         def run(*args):
             nonlocal inside
@@ -54,13 +54,13 @@ class Clock:
             inside += time.perf_counter() - start
             return left
 
-        cpu._run = run
+        cpu.run = run
         ctypes.memset(self.ticks, 0, ctypes.sizeof(self.ticks))
         start = time.perf_counter()
         for _ in range(repeats):
             call()
         whole = time.perf_counter() - start
-        cpu._run = original
+        cpu.run = original
         *parts, every = (count / self.ticks[len(PARTS)] * inside / whole for count in self.ticks)
         found = dict(zip(PARTS, parts, strict=True))
         return found | {"other C": every - sum(parts), "Python": 1 - every}

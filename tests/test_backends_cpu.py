@@ -59,7 +59,7 @@ def test_functions_to_two_units_in_the_last_place(name, size):
     assert (np.abs(z - right)[kept] <= 2.1 * 2.2e-16 * np.abs(right)[kept]).all()
 
 
-def test_a_gradient_it_cannot_find_is_found_elsewhere():
+def test_a_gradient_that_cholesky_cannot_find_is_found_in_another_basis():
     """With one output saturated less than all others, A diag(w) Aᵀ is singular to rounding."""
     A = torch.tensor([[1.0, 1.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0]])
     u = torch.tensor([[0.1, 0.2, 0.3, 0.4], [60.0, 0.1, -60.0, 60.0]])
@@ -68,7 +68,7 @@ def test_a_gradient_it_cannot_find_is_found_elsewhere():
     known = taut.prepare(A, "sigmoid")
     known.backend.attempt(pose(known, u, None, b, None)[0], Rules())
     _, db, left = known.backend.pullback(u, status, grads)
-    assert left == 1 and db.isnan().any(-1).tolist() == [False, True]
+    assert left == 0 and db.isfinite().all()
     v = u.clone().requires_grad_()
 
     def gradient(backend):

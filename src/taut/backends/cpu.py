@@ -283,7 +283,7 @@ class Cpu:
             "unsolved": n,
             **given.values,
         }
-        unsolved = _run("solve", values, n * known.work)
+        unsolved = run("solve", values, n * known.work)
         if unsolved == n:  # perhaps for want of memory, without a look at any
             status.fill_(-1)
         found = Outcome(z, multipliers, u, residual, iterations, status, unsolved)
@@ -335,7 +335,7 @@ class Cpu:
             "g_z": None if g_z is None else g_z.data_ptr(),
             "status": status.data_ptr(),
         }
-        left = _run("backward", values, n * known.work)
+        left = run("backward", values, n * known.work)
         if left == n:  # perhaps for want of memory, without a look at any
             db.fill_(torch.nan)
         if self._redundant:
@@ -365,12 +365,12 @@ class Cpu:
             "next": 0,
             "unsolved": n,
         }
-        if _run("loss", values, n * known.work) > 0:
+        if run("loss", values, n * known.work) > 0:
             raise MemoryError("no memory left for the matched loss.")
         return loss
 
 
-def _run(name: str, values: dict[str, Any], work: int) -> int:
+def run(name: str, values: dict[str, Any], work: int) -> int:
     """Call C, on as many threads as torch uses; the number of samples that it leaves open.
 
     Each thread takes the next samples that nobody works on. `work` is in products of two numbers.

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from taut.backends.cpu import Cpu, _all_readable, _filled, _structures
-from taut.backends.plan import Plan
+from taut.backends.cpu import readable, run, variant
 from taut.systems import Pulled, solve_stably
 
 
@@ -17,34 +16,32 @@ def pull_stably(
     >>> pull_stably(A, w, None, torch.eye(2, dtype=torch.float64)[:1], 0 * w, 0 * w[:, :1]).x
     tensor([[ 0.5000, -0.5000]], dtype=torch.float64)
     """
-    kind, given = _structures.get("Stable"), (A, w, g_z, g_u, g_ν)
+    given = A, w, g_z, g_u, g_ν
     fits = all(x.dtype == torch.float64 for x in given) and len(w) > 0
-    if kind is None or not fits or not _all_readable(*given, left_out):
+    if variant() is None or not fits or not readable(*given, left_out):
         return solve_stably(A, w, left_out, g_z, g_u, g_ν)
     # Kept by name: C reads them by address.
     A, w, g_z, g_u, g_ν = (x.contiguous() for x in given)
     out = None if left_out is None else left_out.contiguous()
     found = Pulled(torch.empty_like(w), torch.empty_like(g_ν), torch.empty_like(w))
     (I, K), n = A.shape[-2:], len(w)
-    call = _filled(
-        kind,
-        a=A.data_ptr(),
-        stride=0 if len(A) == 1 else I * K,
-        left_out=None if out is None else out.data_ptr(),
-        w=w.data_ptr(),
-        g_z=g_z.data_ptr(),
-        g_u=g_u.data_ptr(),
-        g_v=g_ν.data_ptr(),
-        x=found.x.data_ptr(),
-        s=found.s.data_ptr(),
-        t=found.t.data_ptr(),
-        samples=n,
-        equations=I,
-        outputs=K,
-        next=0,
-        unsolved=n,
-    )
-    Cpu._run("stable", call, Plan({"outputs": I * K, "kept": I}, {}))
-    if call.unsolved > 0:
+    values = {
+        "a": A.data_ptr(),
+        "stride": 0 if len(A) == 1 else I * K,
+        "left_out": None if out is None else out.data_ptr(),
+        "w": w.data_ptr(),
+        "g_z": g_z.data_ptr(),
+        "g_u": g_u.data_ptr(),
+        "g_v": g_ν.data_ptr(),
+        "x": found.x.data_ptr(),
+        "s": found.s.data_ptr(),
+        "t": found.t.data_ptr(),
+        "samples": n,
+        "equations": I,
+        "outputs": K,
+        "next": 0,
+        "unsolved": n,
+    }
+    if run("stable", values, n * I * I * K) > 0:
         raise MemoryError("no memory left for derivatives.")
     return found
