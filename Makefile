@@ -61,7 +61,7 @@ other: $(READY) ## 2 min | the tests as another processor would run them, withou
 portable: $(READY) ## 25 min | the tests as twelve other machines would run them
 	@$(BIN)/python tests/machines.py -- -n $(WORKERS)
 
-slow: $(READY) ## 30 min | the tests that take minutes
+slow: $(READY) ## 2 min | the tests that take longer: the fuzzer, conformance from every start
 	@$(PYTEST) -m slow $(ARGS)
 
 compilers: $(READY) ## 2 min | the kernel by gcc and by clang: stored problems and its tests
