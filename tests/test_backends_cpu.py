@@ -212,3 +212,13 @@ print(os.waitpid(child, 0)[1])
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "0", done.stderr
+
+
+@pytest.mark.slow
+def test_problems_are_recorded_for_other_machines(tmp_path):
+    """`make compilers`, `cross` and `sanitize` repeat what this stores."""
+    script = Path(__file__).parent / "portable" / "record.py"
+    command = [sys.executable, "-W", "ignore", str(script), str(tmp_path / "problems")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "problems").stat().st_size > 10**6

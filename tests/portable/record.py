@@ -136,18 +136,18 @@ class Recorder:
         numbers = {n: arrays[n][: sizes["given"]] for n in ("shift", "scale", "temperature")}
         size, eps = numbers["scale"] * numbers["temperature"], torch.finfo(dtype).eps
         self.scene = rounding.Scene(A, kept, activation, numbers["shift"], size, eps)
-        fields = {name: arrays.get(name) for name, _ in cpu._structures["Plan"]._fields_}
+        fields = {name: arrays.get(name) for name in _fields("plan")}
         fields |= {name: int(x) for name, x in sizes.items()}
-        rules = {name: getattr(RULES, name) for name, _ in cpu._structures["Rules"]._fields_}
-        self.structures = _structure("Plan", **fields), _structure("Rules", **rules)
+        rules = {name: getattr(RULES, name) for name in _fields("rules")}
+        self.structures = _structure("plan", **fields), _structure("rules", **rules)
         self.write.arrays(**fields, **rules)
 
     def call(self, name: str, given: dict[str, Any], found: dict[str, Tensor]) -> None:
         """The compiled code itself, without what cpu.py does for redundant equations."""
-        kind, (plan, rules) = name.capitalize(), map(ctypes.addressof, self.structures)
+        plan, rules = map(ctypes.addressof, self.structures)
         given |= {"samples": SAMPLES, "single": int(self.dtype == torch.float32)}
         more = {"plan": plan} if name == "loss" else {"plan": plan, "rules": rules}
-        call = _structure(kind, **given, **found, **more, next=0, unsolved=SAMPLES)
+        call = _structure(name, **given, **found, **more, next=0, unsolved=SAMPLES)
         function, _ = cpu._functions[name]
         function(ctypes.byref(call))
         self.write.section("call", name)
@@ -224,11 +224,17 @@ class Recorder:
         self.within(rounding.of_loss(self.scene, *answer))
 
 
+def _fields(kind: str) -> list[str]:
+    """In the order of csrc/calls.h."""
+    return [name for name, *_ in cpu._structures[kind][0]._fields_]
+
+
 def _structure(kind: str, /, **fields: Any) -> ctypes.Structure:
     """With the addresses of tensors, which must outlive it."""
     assert all(x.is_contiguous() for x in fields.values() if isinstance(x, Tensor))
     fields = {name: x.data_ptr() if isinstance(x, Tensor) else x for name, x in fields.items()}
-    return cpu._filled(cpu._structures[kind], **fields)
+    assert fields.keys() == set(_fields(kind)), f"{kind}: library and recorder differ"
+    return cpu._structures[kind][0](**fields)
 
 
 def _spread(x: Tensor, solved: Tensor) -> Tensor:
