@@ -114,11 +114,12 @@ def _independent(draw: "_Draw", *shape: int) -> Tensor:
 
 
 def _redundant(draw: "_Draw", *shape: int) -> Tensor:
-    """A half of the equations, at least one, is made of the others."""
+    """A half of the equations, at least one, is made of the others, in float32 too."""
     *batch, I, outputs = shape
     kept = max(1, I // 2)
     A, mix = draw.randn(*batch, kept, outputs), draw.randn(*batch, I - kept, kept)
-    return torch.cat([A, mix @ A], -2)
+    A, mix = (64 * A).round() / 64, (4 * mix).round() / 4
+    return torch.cat([A, mix.where(mix != 0, 0.25) @ A], -2)
 
 
 def conditioned(digits: float) -> Callable[..., Tensor]:
@@ -157,7 +158,7 @@ def _square(draw: "_Draw", *shape: int) -> Tensor:
 
 def _scaled(draw: "_Draw", *shape: int, of: Callable[..., Tensor] = _independent) -> Tensor:
     """The largest equation first, then from the smallest on."""
-    sizes = torch.logspace(-4, 4, shape[-2], dtype=torch.float64).roll(1)
+    sizes = 2.0 ** torch.linspace(-13, 13, shape[-2]).double().round().roll(1)
     return of(draw, *shape) * sizes[:, None]
 
 

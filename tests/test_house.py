@@ -23,6 +23,7 @@ STOREYS = [
     "outcome",
     "systems",
     "analysis",
+    "held",
     "problems",
     "certificate",
     "backends",

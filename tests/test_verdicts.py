@@ -32,6 +32,9 @@ BAD = [math.nan, math.inf, -math.inf]
 @pytest.mark.parametrize("name", ["exp", "sigmoid", "linear", "bounded each"])
 def test_one_sample_with_a_nonfinite_number(name, which, value):
     activation = ALL[name]
+    ends = activation.range.bounds(torch.zeros(K))
+    if which == 0 and math.isinf(value) and ends[int(value > 0)].expand(K)[1].isfinite():
+        value = math.nan  # v = ±inf at an end of the range holds an output: tests/test_rule.py
     clean = list(problem(activation, n=5, own=True))
     tensors = [x.clone() for x in clean]
     tensors[which][2].view(-1)[1] = value

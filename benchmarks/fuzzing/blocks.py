@@ -115,7 +115,7 @@ def make_block(seed: int, number: int, most: int = MOST) -> Block:
     if matrices.left is not None:
         b = _contradict(rng, matrices.left, b, target, dtype)
     init, start = _draw_starts(rng, A, good, dtype)
-    A, v, b = _damage(rng, A, v, b, target == TARGETS.index("nonfinite"))
+    A, v, b = _damage(rng, law, A, v, b, target == TARGETS.index("nonfinite"))
     kind = matrices.kind
     return Block(seed, number, most, law, dtype, kind, A, v, b, init, truth, target, start, logits)
 
@@ -262,9 +262,12 @@ def _draw_starts(
 
 
 def _damage(
-    rng: Rng, A: Array, v: Array, b: Array, where: NDArray[np.bool_]
+    rng: Rng, law: Law, A: Array, v: Array, b: Array, where: NDArray[np.bool_]
 ) -> tuple[Array, Array, Array]:
-    """Put one NaN or inf into v, b or (where it belongs to the row alone) A."""
+    """Put one NaN or inf into v, b or (where it belongs to the row alone) A.
+
+    v = ±inf at a finite end of the range is no damage: it holds the output there.
+    """
     n, I, K = len(v), A.shape[1], A.shape[2]
     for row in np.flatnonzero(where):
         value = rng.choice([np.nan, np.inf, -np.inf])
@@ -274,7 +277,9 @@ def _damage(
         elif place == "b" and I:
             b[row, rng.integers(I)] = value
         else:
-            v[row, rng.integers(K)] = value
+            k = rng.integers(K)
+            end = law.ends[int(value > 0)][k]
+            v[row, k] = np.nan if np.isfinite(end) else value
     if len(A) == 1 and I and rng.random() < 0.005:
         A[0, rng.integers(I), rng.integers(K)] = np.nan
     return A, v, b

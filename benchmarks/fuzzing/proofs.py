@@ -189,7 +189,6 @@ def _polish(block: Block, row: int, Q: Array, back: Array, x: Array) -> tuple[Ar
     A, z = np.abs(block.matrix(row).astype(np.float64)), z.astype(np.float64)
     size = slope * (np.abs(u) + np.abs(v)).astype(np.float64)
     allowed = TOLERANCE[block.dtype] * (np.abs(b) + A @ np.abs(z)) + 64 * block.eps * (A @ size)
-    allowed += TOLERANCE[block.dtype] * np.minimum(1, A.max(1))
     moves = np.abs((slope[:, None] * Q.T) @ np.linalg.solve(hessian, back))
     own = 64 * block.eps * (np.abs(law.shift) + law.scale + np.abs(z) + size)
     return z, 4 * (moves @ allowed) + own

@@ -70,11 +70,16 @@ def is_certificate(
 def proves(multipliers: Tensor, A: LinearMap, b: Tensor, activation: Activation) -> Tensor:
     """`is_certificate` for a map: bᵀλ > Σ_k sup{y_k z}, every rounding taken against λ."""
     multipliers, data, b = (x.detach().double() for x in (multipliers, A.data, b))
+    # Only the direction of λ counts. At a size of 1 its products underflow where they must only.
+    size = multipliers.abs().amax(-1, keepdim=True) if multipliers.shape[-1] else multipliers
+    multipliers = torch.ldexp(multipliers, -torch.frexp(size.nan_to_num(1.0)).exponent)
     rows = A.shape[0]
     if A.sparse:
         linear = A.over(data)
-        y = linear.adjoint(multipliers)
-        error = (rows + 2) * torch.finfo(y.dtype).eps * linear.abs().adjoint(multipliers.abs())
+        y, terms = linear.adjoint(multipliers), linear.abs().adjoint(multipliers.abs())
+        error = (rows + 2) * (torch.finfo(y.dtype).eps * terms + torch.finfo(y.dtype).tiny)
+        unseen = A.over((data != 0).to(data.dtype)).adjoint((multipliers != 0).to(data.dtype)) == 0
+        error = error.masked_fill(unseen, 0)
     else:
         pairs = [(data[..., i, :], multipliers[..., i, None]) for i in range(rows)]
         y, error = _exact_dot(pairs, multipliers)
@@ -91,14 +96,15 @@ def _exact_dot(pairs: list[tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor
     total = like.new_zeros(())
     lost = like.new_zeros(())
     bound = like.new_zeros(())
+    tiny, eps = torch.finfo(like.dtype).tiny, torch.finfo(like.dtype).eps
     for x, y in pairs:
         product, rounding = _two_product(x, y)
         total, carry = _two_sum(total, product)
         lost = lost + (rounding + carry)
-        bound = bound + rounding.abs() + carry.abs()
+        # Below this, the error of a product is no number any more: it counts as `tiny`.
+        faint = (product.abs() < tiny / eps**2) & (x != 0) & (y != 0)
+        bound = bound + rounding.abs() + carry.abs() + faint * (tiny / eps)
     result, rest = _two_sum(total, lost)
-    eps = torch.finfo(like.dtype).eps
-    tiny = torch.finfo(like.dtype).tiny
     underflow = (bound > 0) * (4 * len(pairs) * tiny)
     return result, rest.abs() + (2 * len(pairs) + 4) * eps * bound + underflow
 

@@ -32,14 +32,15 @@ def solve(problem: Problem, solver: Solver, fail: bool) -> Outcome:
         kind = Kind(problem.bare())
         z, multipliers, u, *rest = Solve.apply(kind, solver, fail, problem.start, *inputs)
         residual, iterations, status = rest
-        return Outcome(z, multipliers, u, residual, iterations, status, -1)
+        return Outcome(z, multipliers, u, residual, iterations, status, -1, True)
     if not differentiable(inputs):
         return solver.solve(problem)
     with torch.no_grad():
         outcome = solver.solve(without_tangents(problem) if forward_mode() else problem)
     z, multipliers, u = _attach(problem, outcome, *inputs)
     residual, iterations, status = outcome.residual, outcome.iterations, outcome.status
-    return Outcome(z, multipliers, u, residual, iterations, status, outcome.failed)
+    failed, held = outcome.failed, outcome.held
+    return Outcome(z, multipliers, u, residual, iterations, status, failed, held)
 
 
 def without_tangents(problem: Problem) -> Problem:

@@ -43,7 +43,7 @@ def matched_loss(
     y, shape = y.to(solution.z.dtype), solution.status.shape
     flat = y if y.ndim == 2 else y.reshape(outcome.z.shape)
     found = outcome.z, outcome.multipliers, outcome.u, outcome.status
-    known = outcome.failed == 0
+    known = outcome.failed == 0 and not outcome.held
     if transforming():
         loss = _Matched.apply(problem, known, None, flat, *found, *problem.inputs)
     else:
@@ -64,7 +64,7 @@ class _Matched(torch.autograd.Function):
     @staticmethod
     def forward(
         kind: Problem,
-        complete: bool,  # is it known, without a look at `status`, that all have converged?
+        complete: bool,  # is it known, without a look, that all have converged, and none is held?
         found: tuple[Tensor, ...] | None,
         y: Tensor,
         z: Any,
@@ -78,8 +78,10 @@ class _Matched(torch.autograd.Function):
         loss = problem.quick_loss(y, multipliers, u)
         if loss is not None:
             return loss
-        psi = problem.prepared.activation.psi(y)
-        return torch.addcmul(psi, y, v, value=-1).sum(-1) + problem.value(multipliers, u)
+        terms = torch.addcmul(problem.prepared.activation.psi(y), y, v, value=-1)
+        if not complete:
+            terms = terms.masked_fill(u.isinf(), 0)  # outputs held at an end have no loss
+        return terms.sum(-1) + problem.value(multipliers, u)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -103,8 +105,10 @@ class _Matched(torch.autograd.Function):
             # Where no z exists there is nothing to learn. An undecided sample still has the
             # gradient of ℓ at its λ: that is how the paper trains with a solver that stops early.
             ok = ((status == Status.CONVERGED) | (status == Status.MAX_ITERATIONS)).unsqueeze(-1)
-            g, y, z, multipliers = (torch.where(ok, x, 0) for x in (g, y, z, multipliers))
-            dy = None if dy is None else torch.where(ok, dy, 0)
+            free = ok & ~u.isinf()
+            g, z, multipliers = (torch.where(ok, x, 0) for x in (g, z, multipliers))
+            y = torch.where(free, y, z)  # an output that is held at an end has no gradient
+            dy = None if dy is None else torch.where(free, dy, 0)
         others: Any = (None,) * (len(needs) - 9)
         if any(needs[9:]):
             problem = ctx.kind.restored(ctx.prepared, needed)

@@ -79,6 +79,7 @@ class Outcome:
     iterations: Int[Tensor, "N"]
     status: Int[Tensor, "N"]
     failed: int  # how many samples have not converged
+    held: bool = False  # are there outputs at an end of their range, with u = ±inf?
 
     @staticmethod
     def open(v: Float[Tensor, "N K"], equations: int) -> "Outcome":
@@ -88,19 +89,24 @@ class Outcome:
         2
         """
         n = len(v)
-        z, status = torch.zeros_like(v), v.new_full((n,), -1, dtype=torch.long)
+        z, u, status = torch.zeros_like(v), torch.zeros_like(v), v.new_full((n,), -1).long()
         iterations = torch.zeros_like(status)
-        return Outcome(z, v.new_zeros(n, equations), z, v.new_zeros(n), iterations, status, n)
+        return Outcome(z, v.new_zeros(n, equations), u, v.new_zeros(n), iterations, status, n)
 
     def left(self) -> Int[Tensor, "n"]:
         """The places of the samples that are open."""
         return (self.status < 0).nonzero().squeeze(-1)
 
+    def take(self, index: Int[Tensor, "n"]) -> "Outcome":
+        """The samples at `index`; how many of them have failed is not counted."""
+        names = ("z", "multipliers", "u", "residual", "iterations", "status")
+        return replace(self, **{name: getattr(self, name)[index] for name in names})
+
     def write(self, index: Int[Tensor, "n"], part: "Outcome") -> "Outcome":
         """With the samples of `part`, all that were open, at `index`; in place."""
         for name in ("z", "multipliers", "u", "residual", "iterations", "status"):
             getattr(self, name).index_copy_(0, index, getattr(part, name))
-        return replace(self, failed=part.failed)
+        return replace(self, failed=part.failed, held=self.held or part.held)
 
 
 @final

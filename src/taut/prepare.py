@@ -13,6 +13,7 @@ from taut.activations import Activation, resolve
 from taut.activations.codes import is_line, width
 from taut.analysis import Basis, analyse, unexamined
 from taut.backends import Backend, Torch, backend_for, pull_stably
+from taut.held import Reach, reach
 from taut.maps import LinearMap, as_map
 from taut.systems import wide
 
@@ -44,6 +45,20 @@ class Prepared:
     def line(self) -> bool:
         """Is σ a line?"""
         return is_line(self.activation)
+
+    def reach(self) -> Reach | None:
+        """What each equation can come to; None where σ has no ends."""
+        return self._reach
+
+    @cached_property
+    def _reach(self) -> Reach | None:
+        data = self.map.data
+        A = self.map.over(data.where(data.isfinite(), 0).to(wide(data)))
+        shape = (A.shape[1],) if A.shared else (len(data), A.shape[1])
+        lower, upper = (x.expand(shape) for x in self.activation.range.bounds(A.data))
+        if not bool((lower.isfinite() | upper.isfinite()).any()):
+            return None
+        return reach(A, lower, upper)
 
     @cached_property
     def single(self) -> Basis:
@@ -94,6 +109,9 @@ class Unprepared:
     def line(self) -> bool:
         """Is σ a line?"""
         return is_line(self.activation)
+
+    def reach(self) -> None:
+        raise RuntimeError("A cannot be looked at here.")
 
     def basis_of(self, A: LinearMap) -> Basis:
         return _basis(A)

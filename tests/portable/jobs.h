@@ -90,7 +90,8 @@ static Job make_job(const Section *s, const Problem *problem, const Variant *var
             .iterations = wants(&job, "iterations", 1, 8), .status = wants(&job, "status", 1, 8),
             .samples = n, .single = single, .b_stride = integer(s, "b_stride"),
             .limit = integer(s, "limit"), .unsolved = n, .target = real(s, "target"),
-            .share = real(s, "share"), .huge = real(s, "huge"),
+            .cap = real(s, "cap"), .share = real(s, "share"), .slack = real(s, "slack"),
+            .huge = real(s, "huge"),
         };
     else if (job.kind == 'b')
         job.call.backward = (Backward){

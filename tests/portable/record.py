@@ -20,6 +20,7 @@ import taut
 from taut.activations import bounded, exp, mixed, tempered, weighted
 from taut.backends import Rules, cpu
 from taut.backends.plan import make_plan
+from taut.held import slack
 
 SAMPLES = 37  # no multiple of any number of lanes
 RULES = Rules()
@@ -184,6 +185,7 @@ class Recorder:
         target, share = RULES.target(self.dtype), RULES.share(self.dtype)
         given = {"v": v, "b": b, "start": start, "b_stride": I, "limit": limit}
         given |= {"target": target, "share": share, "huge": torch.finfo(self.dtype).max}
+        given |= {"cap": RULES.cap(self.dtype), "slack": slack(torch.finfo(self.dtype).eps)}
         found = {"multipliers": self.empty(I), "u": self.empty(K), "z": self.empty(K)}
         found |= {"residual": self.empty(), "iterations": torch.full((SAMPLES,), -1)}
         found["status"] = torch.full((SAMPLES,), -1)

@@ -61,7 +61,7 @@ def of_solve(
     reached = v.abs() + multipliers.abs() @ size  # the numbers that u is made of
     lost = z.abs() + 2 * scene.shift.abs() + w * reached
     scale = b.abs() + lost @ size.mT
-    wanted = torch.where(b == 0, 1.0, b.abs()) + share * z.abs() @ size.mT
+    wanted = b.abs() + share * z.abs() @ size.mT
     residual = torch.maximum(target * wanted, STUCK * scale) + scene.steps * scale
     inverse, _ = _inverse(scene, w)
     apart = torch.zeros_like(b)

@@ -49,8 +49,7 @@ class Rules:
     far: float = 1e3
     # Stopped at rounding: a residual of some units of rounding that no longer falls by half.
     unit: float = 8.0 * 2.0**-52
-    near: float = 1e3  # units within which it is asked
-    still: float = 1e-7  # the level within which it is asked once the residual has stopped falling
+    near: float = 1e3  # units within which it is asked of a residual that still falls
     # Cholesky: pivots below this part of their diagonal are rounding.
     pivot: float = 1e-13
 
@@ -58,6 +57,21 @@ class Rules:
         """The relative residual that is enough for numbers given in `dtype`."""
         own = torch.finfo(self.dtype or dtype).eps
         return self.tol or max(2 * torch.finfo(dtype).eps, 8 * own)
+
+    def rule(self, dtype: torch.dtype) -> float:
+        """What CONVERGED promises: |A z − b| ≤ rule·(|b| + |A||z|), for each equation.
+
+        >>> Rules().rule(torch.float64)
+        1e-12
+        """
+        eps = torch.finfo(dtype).eps
+        rounded = 4 * eps if (self.dtype or dtype) == torch.float64 else 16 * eps
+        return max(self.tol or 0.0, 1e-12 if dtype == torch.float64 else rounded)
+
+    def cap(self, dtype: torch.dtype) -> float:
+        """The rule for z in the dtype of the solve: less what rounding it, and measuring, take."""
+        eps = torch.finfo(dtype).eps
+        return self.rule(dtype) - (1e-13 if dtype == torch.float64 else eps)
 
     def share(self, dtype: torch.dtype) -> float:
         """How much of |A||z| counts in the size of a residual.

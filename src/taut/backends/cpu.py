@@ -22,6 +22,7 @@ from taut.activations import Activation
 from taut.analysis import Basis
 from taut.backends.base import Rules
 from taut.backends.plan import Plan, make_plan
+from taut.held import slack
 from taut.outcome import Outcome
 from taut.problems import Linear, Problem
 
@@ -186,7 +187,9 @@ class _Given(NamedTuple):
             "single": dtype is torch.float32,
             "limit": min(rules.max_iterations, _LIMIT),
             "target": rules.target(dtype),
+            "cap": rules.cap(dtype),
             "share": rules.share(dtype),
+            "slack": slack(torch.finfo(dtype).eps),
             "huge": torch.finfo(dtype).max,
         }
         return _Given(rules, structure, values)
@@ -286,22 +289,9 @@ class Cpu:
         unsolved = run("solve", values, n * known.work)
         if unsolved == n:  # perhaps for want of memory, without a look at any
             status.fill_(-1)
-        found = Outcome(z, multipliers, u, residual, iterations, status, unsolved)
-        return self._smallest(found, v, b) if self._redundant else found
-
-    def _smallest(self, found: Outcome, v: Tensor, b: Tensor) -> Outcome:
-        """With the smallest multipliers; where redundant equations contradict each other, open."""
-        basis, dtype, eps = self._basis, found.z.dtype, torch.finfo(found.z.dtype).eps
-        raw, b = found.multipliers.to(torch.float64), b.to(torch.float64)
-        least = basis.smallest(basis.map, v.to(torch.float64), raw, eps)
-        gap = basis.contradictory(b, eps)
-        status, failed = found.status, found.failed
-        if bool(gap.any()):
-            status = status.masked_fill(gap, -1)
-            failed = int((status < 0).sum())
-        return Outcome(
-            found.z, least.to(dtype), found.u, found.residual, found.iterations, status, failed
-        )
+        if self._redundant:
+            multipliers = self._basis.least(multipliers.to(torch.float64)).to(dtype)
+        return Outcome(z, multipliers, u, residual, iterations, status, unsolved)
 
     def pullback(
         self, u: Tensor, status: Tensor, grads: Sequence[Tensor | None]
@@ -339,7 +329,7 @@ class Cpu:
         if left == n:  # perhaps for want of memory, without a look at any
             db.fill_(torch.nan)
         if self._redundant:
-            db = self._basis.project(db.to(torch.float64)).to(db.dtype)
+            db = self._basis.least(db.to(torch.float64)).to(db.dtype)
         return dv, db, left
 
     def loss(
@@ -365,9 +355,8 @@ class Cpu:
             "next": 0,
             "unsolved": n,
         }
-        if run("loss", values, n * known.work) > 0:
-            raise MemoryError("no memory left for the matched loss.")
-        return loss
+        left = run("loss", values, n * known.work)  # for want of memory, or with outputs held
+        return None if left > 0 else loss
 
 
 def run(name: str, values: dict[str, Any], work: int) -> int:

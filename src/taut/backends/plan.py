@@ -11,6 +11,8 @@ from torch.nn.functional import pad
 from taut.activations import Activation, linear
 from taut.activations.codes import KINDS, codes, is_line
 from taut.analysis import Basis
+from taut.held import reach
+from taut.maps import as_map
 from taut.maps.pairs import Pairs
 from taut.systems import CONDITION, EVEN, FAINT, SAFE
 
@@ -61,6 +63,8 @@ def make_plan(basis: Basis, activation: Activation) -> Plan | None:
     absolute = a.abs()
     arrays = functions | {"order": order, "a": a, "absolute": absolute, "sizes": absolute.sum(-1)}
     arrays["largest"] = absolute.amax(-1)
+    ends = (pad(x.expand(given), (0, a.shape[1] - given)) for x in activation.range.bounds(A))
+    arrays |= reach(as_map(a), *ends)._asdict()
     if sparse:
         arrays |= _lists(a, worked)
     w = functions["scale"] / functions["temperature"]

@@ -35,6 +35,10 @@ class LinearMap(ABC):
     def over(self, data: Tensor) -> "LinearMap":
         """The same map with other numbers."""
 
+    def dense(self) -> Float[Tensor, "*n I K"]:
+        """The matrix itself."""
+        return self.data
+
     @abstractmethod
     def apply(self, z: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I"]:
         """A z."""

@@ -140,6 +140,9 @@ class SparseMap(LinearMap):
     def over(self, data: Float[Tensor, "nnz"]) -> "SparseMap":
         return SparseMap(data, self.pattern)
 
+    def dense(self) -> Float[Tensor, "I K"]:
+        return self.adjoint(torch.eye(self.shape[0], dtype=self.data.dtype).to(self.data.device))
+
     def apply(self, z: Float[Tensor, "*batch K"]) -> Float[Tensor, "*batch I"]:
         return cast(Tensor, _Product.apply(self.data, z, self.pattern, False))
 

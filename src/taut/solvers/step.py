@@ -46,6 +46,13 @@ class Search(NamedTuple):
     size_of_b: Float[Tensor, "n I"]
     target: float  # the level of `relative` that is enough
     share: float  # of |A||z| that counts in the size of a residual
+    cap: float  # what must be met, with all of |A||z|: the rule that CONVERGED promises
+
+    @staticmethod
+    def of(task: Task, rules: Rules, dtype: torch.dtype) -> "Search":
+        """For numbers given in `dtype`."""
+        levels = rules.target(dtype), rules.share(dtype), rules.cap(dtype)
+        return Search(task, rules, task.b.abs(), *levels)
 
     def state(self, multipliers: Float[Tensor, "n I"]) -> State:
         """Everything at λ."""

@@ -48,6 +48,10 @@ class Known(Protocol):
         """Is σ a line, so that all samples have the same slopes?"""
         ...
 
+    def reach(self) -> Any:
+        """What each equation can come to; None where σ has no ends."""
+        ...
+
     def basis_of(self, A: LinearMap) -> Any:
         """The basis for A."""
         ...
@@ -127,9 +131,12 @@ class _Pull(torch.autograd.Function):
         left_out = basis.left_out
         if mask is not None:
             left_out = ~mask if left_out is None else ~mask | left_out
-        given = Given(g_z, g_u, basis.project(g_ν))
-        x, s, t = _solve(A, w, given, left_out, whole, known)
-        return x, basis.project(s.where(s.isfinite(), 0)), t
+        g_ν, scale = basis.project(g_ν), basis.scale
+        if scale is not None:  # rows of a size near 1: no square overflows
+            A, g_ν = A.over(scale.unsqueeze(-1) * data), scale * g_ν
+        x, s, t = _solve(A, w, Given(g_z, g_u, g_ν), left_out, whole, known)
+        s = s.where(s.isfinite(), 0)
+        return x, basis.least(s if scale is None else scale * s), t
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:

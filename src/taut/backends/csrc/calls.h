@@ -43,7 +43,12 @@
     FIELD(const double *, scale)                                                                 \
     FIELD(const double *, temperature)                                                           \
     FIELD(const double *, lower)                                                                 \
-    FIELD(const double *, upper)
+    FIELD(const double *, upper)                                                                 \
+    /* what each row can come to, −inf and inf for filling, and the size of the terms */         \
+    FIELD(const double *, least)                                                                 \
+    FIELD(const double *, most)                                                                  \
+    FIELD(const double *, least_terms)                                                           \
+    FIELD(const double *, most_terms)
 
 /* Rules of backends/base.py, which says what each means */
 #define RULES(FIELD)        \
@@ -63,7 +68,6 @@
     FIELD(double, far)      \
     FIELD(double, unit)     \
     FIELD(double, near)     \
-    FIELD(double, still)    \
     FIELD(double, pivot)
 
 #define SOLVE(FIELD)                                                                    \
@@ -85,7 +89,9 @@
     FIELD(int64_t, next)       /* the first sample nobody works on */                   \
     FIELD(int64_t, unsolved)   /* how many are not solved, at first all */              \
     FIELD(double, target)                                                               \
+    FIELD(double, cap)         /* the rule: what CONVERGED promises */                  \
     FIELD(double, share)                                                                \
+    FIELD(double, slack)       /* of b at an end of what its row can come to */         \
     FIELD(double, huge)        /* the largest number of the dtype */
 
 #define BACKWARD(FIELD)                                                                 \

@@ -49,8 +49,8 @@ PART int route(const Plan *p, const Backward *s, Work *x, int64_t first, int l) 
 
 /* Lanes in doubt keep what Cholesky found where it is safe, see systems/pull.py, or are routed.
  * Returns where that was possible. */
-PART mask settle(const Plan *p, const Backward *s, Work *x, int64_t first, mask doubt, mask fine,
-                 lanes found) {
+PART mask route_doubtful(const Plan *p, const Backward *s, Work *x, int64_t first, mask doubt,
+                         mask fine, lanes found) {
     lanes error, summed;
     if (!p->inverse) {
         running_error(p, x, &error, &summed);
@@ -66,10 +66,12 @@ PART mask settle(const Plan *p, const Backward *s, Work *x, int64_t first, mask 
 PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     mask live = all(0.0) == all(0.0);
     lanes least = all(INFINITY), most = all(0.0), found = all(0.0);
+    mask held = all(0.0) != all(0.0); /* outputs at an end of their range: left to the caller */
     for (int l = 0; l < LANES; l++) live[l] = -(s->status[sample(first, l, s->samples)] == 0);
     read_outputs(p, x->u, s->u, first, s->samples, s->single);
     for (int64_t k = 0; k < p->given; k++) {
-        lanes w = activate_output(p, k, choose(live, x->u[k], all(0.0))).slope;
+        held |= live & (absolute(x->u[k]) == INFINITY);
+        lanes w = activate_output(p, k, choose(live & ~held, x->u[k], all(0.0))).slope;
         least = at_most(w, least);
         most = at_least(w, most);
         x->w[k] = w;
@@ -107,7 +109,8 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     lanes taken = all(0.0);
     for (int64_t i = 0; i < p->kept; i++) taken += p->largest[i] * absolute(x->step[i]);
     mask doubt = live & ~(factorised & (least >= p->even * most) & (found >= p->faint * most * taken));
-    if (any(doubt)) fine = settle(p, s, x, first, doubt, factorised, found);
+    if (any(doubt)) fine = route_doubtful(p, s, x, first, doubt & ~held, factorised, found);
+    fine &= ~held;
     for (int64_t i = 0; i < p->kept; i++) {
         fine &= absolute(x->step[i]) < INFINITY;
         x->step[i] = choose(live, x->step[i], all(0.0));
@@ -168,7 +171,9 @@ PART void loss_block(const Plan *p, Loss *s, Work *x, int64_t first) {
     for (int64_t i = 0; i < p->rows; i++) loss -= x->b[i] * x->multipliers[i];
     for (int l = 0; l < LANES && first + l < s->samples; l++)
         put(s->loss, first + l, s->single, loss[l]);
-    __atomic_fetch_sub(&s->unsolved, LANES, __ATOMIC_RELAXED);
+    mask held = all(0.0) != all(0.0);
+    for (int64_t k = 0; k < p->given; k++) held |= absolute(x->u[k]) == INFINITY;
+    if (!any(held)) __atomic_fetch_sub(&s->unsolved, LANES, __ATOMIC_RELAXED);
 }
 
 #endif

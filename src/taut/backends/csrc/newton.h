@@ -128,17 +128,66 @@ INLINE void repeat(const Plan *p, const Solve *s, Work *x, mask which) {
     }
 }
 
-/* Which samples are solved: to the target, or to the rounding of what the residual is made of */
-INLINE mask judge(const Plan *p, const Solve *s, Work *x, lanes stalls) {
+/* Which samples are solved: to the target, or to the rounding of what the residual is made of. The
+ * latter must meet the rule as well; those that do not, go to `rest`. */
+INLINE mask judge(const Plan *p, const Solve *s, Work *x, lanes stalls, mask *rest) {
     const Rules *r = s->rules;
     const double own = r->unit;
     mask solved = x->relative <= s->target, still = stalls > 0.0;
-    mask near = x->relative <= choose(still, all(r->still), all(r->near * own));
-    if (!any(near & ~solved)) return solved;
+    mask near = ~solved & ((x->relative <= r->near * own) | still);
+    *rest = solved & ~solved;
+    if (!any(near)) return solved;
     lanes size;
     level(p, x, &size);
     mask stuck = ((size <= 2 * own) & still) | ((size <= 4 * own) & (stalls > 2.0));
-    return solved | (near & ((size <= own) | stuck));
+    mask stopped = near & ((size <= own) | stuck);
+    if (!any(stopped)) return solved;
+    sizes_of_outputs(p, x);
+    mask met = measure(p, x, 1.0, 0, size) <= s->cap;
+    *rest = stopped & ~met;
+    return solved | (stopped & met);
+}
+
+/* z −= W Aᵀ H⁻¹(A z − b), and u and λ with it, where the rounding of v + Aᵀλ exceeds the rule:
+ * `settle` of solvers/verdict.py. What is left in `which` meets it. */
+PART void settle(const Plan *p, const Solve *s, Work *x, mask *which) {
+    mask fine = *which;
+    if (!p->inverse) {
+        form_gram(p, x->w, x->gram);
+        factorise(p, x->gram, x->diagonal, s->rules->pivot, &fine);
+    }
+    for (int time = 0; time < 2; time++) {
+        lanes sum[TILE];
+        find_step(p, x, fine);
+        move(p, x, all(1.0), fine);
+        for (int64_t k = 0; k < p->outputs; k += TILE) {
+            adjoint(p, x->step, k, sum);
+            for (int t = 0; t < TILE; t++) {
+                lanes by = x->w[k + t] * sum[t], u = x->u[k + t] + sum[t];
+                lanes spread = x->w[k + t] * (absolute(x->u[k + t]) + absolute(x->v[k + t]));
+                fine &= absolute(by) <= 8.0 * s->rules->unit * (absolute(x->z[k + t]) + spread);
+                lanes z = at_least(x->z[k + t] + by, all(p->lower[k + t]));
+                x->z[k + t] = choose(fine, at_most(z, all(p->upper[k + t])), x->z[k + t]);
+                x->u[k + t] = choose(fine, u, x->u[k + t]);
+            }
+        }
+        for (int64_t i = 0; i < p->rows; i += TILE) {
+            apply(p, x->z, i, 1, sum);
+            for (int t = 0; t < TILE; t++) x->residual[i + t] = sum[t] - x->b[i + t];
+        }
+    }
+    sizes_of_outputs(p, x);
+    *which = fine & (measure(p, x, 1.0, 0, x->relative) <= s->cap);
+}
+
+/* Where a row is at, or beyond, an end of what it can come to: see held.py */
+INLINE mask at_end(const Plan *p, const Solve *s, const Work *x) {
+    mask found = all(0.0) != all(0.0);
+    for (int64_t i = 0; i < p->rows; i++) {
+        found |= x->b[i] <= p->least[i] + s->slack * p->least_terms[i];
+        found |= x->b[i] >= p->most[i] - s->slack * p->most_terms[i];
+    }
+    return found;
 }
 
 PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
@@ -150,22 +199,23 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
         read_rows(p, x->multipliers, s->start, p->constraints, first, s->samples, s->single);
     else
         memset(x->multipliers, 0, p->rows * sizeof *x->multipliers);
-    size_of_b(p, x);
     evaluate(p, s, x);
     mask lost = x->relative != x->relative;
     for (int64_t i = 0; i < p->rows; i++)
-        lost |= ~(absolute(x->residual[i]) <= r->lost * (1.0 + x->size[i]));
+        lost |= ~(absolute(x->residual[i]) <= r->lost * (1.0 + absolute(x->b[i])));
     lanes start = x->reach;
     if (any(lost)) lower(p, s, x, lost);
     lanes best = all(INFINITY), stalls = all(0.0), iterations = all(0.0);
-    mask solved = stalls > 0.0, open = (x->relative < INFINITY) & (start < r->far);
+    mask solved = stalls > 0.0, open = (x->relative < INFINITY) & (start < r->far), left = solved;
+    open &= ~at_end(p, s, x);
     for (int64_t iteration = 0; any(open); iteration++) {
         mask gained = x->relative < 0.5 * best;
         stalls = choose(gained, all(0.0), stalls + 1.0);
         best = at_most(best, x->relative);
-        mask done = open & judge(p, s, x, stalls);
+        mask rest, done = open & judge(p, s, x, stalls, &rest);
         solved |= done;
-        open &= ~done;
+        left |= open & rest;
+        open &= ~(done | rest);
         iterations = choose(open, all(iteration + 1), iterations);
         if (iteration == s->limit || !any(open)) break;
         if (!p->inverse) {
@@ -184,14 +234,18 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
         }
         mask bad = open & ~good;
         lanes gain = 2.0 * x->relative / before;
-        lanes left = x->relative;
-        for (int time = 0; time < r->chords; time++) left *= gain;
-        repeat(p, s, x, open & good & (left <= s->target));
+        lanes expected = x->relative;
+        for (int time = 0; time < r->chords; time++) expected *= gain;
+        repeat(p, s, x, open & good & (expected <= s->target));
         if (any(bad)) {
             TIMED_AS_ONE(LINE_SEARCH, search(p, s, x, from, far, &bad));
             open &= ~bad;
         }
         open &= x->relative < INFINITY;
+    }
+    if (any(left)) {
+        settle(p, s, x, &left);
+        solved |= left;
     }
     mask fit = fits(p, s, x);
     lanes residual = all(0.0), sum[TILE];

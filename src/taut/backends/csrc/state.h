@@ -35,8 +35,8 @@ extern uint64_t taut_ticks[PARTS];
 
 typedef struct {
     lanes *v, *u, *z, *w;                                /* outputs */
-    lanes *b, *size, *residual, *multipliers, *step, *trial; /* rows */
-    lanes *y;                                                /* the longer of the two */
+    lanes *b, *residual, *multipliers, *step, *trial;    /* rows */
+    lanes *y;                                            /* the longer of the two */
     lanes *gram, *diagonal;                              /* lower triangle by rows; 1/its diagonal */
     lanes relative, reach;
     Sample sample; /* one at a time, for derivatives; room for it is made when it is needed */
@@ -47,17 +47,17 @@ typedef struct {
 static void *make_room(const Plan *p, Work *x) {
     int64_t outputs = p->outputs, rows = p->rows, longest = outputs > rows ? outputs : rows;
     int64_t gram = p->inverse ? 0 : triangle(p->kept);
-    lanes **parts[] = {&x->v,        &x->u,           &x->z,    &x->w, &x->b,    &x->size,
-                       &x->residual, &x->multipliers, &x->step, &x->trial, &x->y, &x->gram, &x->diagonal};
+    lanes **parts[] = {&x->v,        &x->u,           &x->z,    &x->w,     &x->b, &x->residual,
+                       &x->multipliers, &x->step, &x->trial, &x->y, &x->gram, &x->diagonal};
     int64_t sizes[] = {outputs, outputs, outputs, outputs, rows, rows,
-                       rows,    rows,    rows,    rows, longest, gram, p->kept};
+                       rows,    rows,    rows,    longest, gram, p->kept};
     int64_t total = 0;
-    for (int i = 0; i < 13; i++) total += sizes[i] + GAP;
+    for (int i = 0; i < 12; i++) total += sizes[i] + GAP;
     char *memory = malloc((total + 1) * sizeof(lanes));
     x->sample_memory = NULL;
     if (!memory) return NULL;
     lanes *at = (lanes *)(((uintptr_t)memory + sizeof(lanes) - 1) / sizeof(lanes) * sizeof(lanes));
-    for (int i = 0; i < 13; i++, at += GAP) {
+    for (int i = 0; i < 12; i++, at += GAP) {
         *parts[i] = at;
         at += sizes[i];
         GUARD(at);
@@ -65,14 +65,15 @@ static void *make_room(const Plan *p, Work *x) {
     return memory;
 }
 
-/* The residual over |b| + share·|A||z|; `roughly` with what |A||z| can be at most instead. */
-INLINE lanes measure(const Plan *p, const Solve *s, Work *x, int roughly, lanes most) {
+/* The residual over |b| + share·|A||z|; `roughly` with what |A||z| can be at most instead. Else
+ * |z| is in y, or z itself where no a·z is negative. */
+INLINE lanes measure(const Plan *p, Work *x, double share, int roughly, lanes most) {
     lanes largest = all(0.0), terms[TILE];
     for (int64_t i = 0; i < p->rows; i += TILE) {
         if (!roughly) apply(p, p->positive ? x->z : x->y, i, 0, terms);
         for (int t = 0; t < TILE; t++) {
             lanes size = roughly ? p->sizes[i + t] * most : terms[t];
-            lanes scale = x->size[i + t] + s->share * size;
+            lanes scale = absolute(x->b[i + t]) + share * size;
             scale = at_most(at_least(scale, all(0x1p-1022)), all(0x1.fp997));
             largest = larger(largest, absolute(x->residual[i + t]) / scale);
         }
@@ -109,6 +110,10 @@ INLINE lanes activate_outputs(const Plan *p, Work *x) {
     return most;
 }
 
+INLINE void sizes_of_outputs(const Plan *p, Work *x) {
+    for (int64_t k = 0; k < p->outputs && !p->positive; k++) x->y[k] = absolute(x->z[k]);
+}
+
 /* The residual and its size */
 INLINE void compare(const Plan *p, const Solve *s, Work *x, lanes most) {
     lanes sum[TILE];
@@ -116,12 +121,12 @@ INLINE void compare(const Plan *p, const Solve *s, Work *x, lanes most) {
         apply(p, x->z, i, 1, sum);
         for (int t = 0; t < TILE; t++) x->residual[i + t] = sum[t] - x->b[i + t];
     }
-    x->relative = measure(p, s, x, 1, most);
+    x->relative = measure(p, x, s->share, 1, most);
     /* In truth it is no less. Where that is clearly too much, it need not be known better. */
     mask far = x->relative > (s->target > FAR ? s->target : FAR);
     if (!any(~far)) return;
-    for (int64_t k = 0; k < p->outputs && !p->positive; k++) x->y[k] = absolute(x->z[k]);
-    x->relative = choose(far, x->relative, measure(p, s, x, 0, most));
+    sizes_of_outputs(p, x);
+    x->relative = choose(far, x->relative, measure(p, x, s->share, 0, most));
 }
 
 /* Everything at the multipliers */
@@ -145,26 +150,6 @@ PART void level(const Plan *p, Work *x, lanes *to) {
         }
     }
     *to = largest;
-}
-
-/* |b|; for an entry that is 0, what the others let one expect of its row: size_of_b of solvers/newton.py */
-PART void size_of_b(const Plan *p, Work *x) {
-    lanes natural = all(0.0), largest = all(1e-30);
-    int zeros = 0, nothing = 0;
-    for (int64_t i = 0; i < p->rows; i++) {
-        x->size[i] = absolute(x->b[i]);
-        if (p->order[i] < 0) continue;
-        if (p->sizes[i] > 0) natural = larger(natural, x->size[i] / p->sizes[i]);
-        for (int l = 0; l < LANES; l++) zeros |= x->size[i][l] == 0;
-    }
-    if (!zeros) return;
-    for (int l = 0; l < LANES; l++) nothing |= natural[l] == 0;
-    for (int64_t k = 0; nothing && k < p->outputs; k++)
-        largest = larger(largest, absolute(activate_output(p, k, x->v[k]).z));
-    natural = choose(natural == 0.0, at_most(largest, all(1.0)), natural);
-    for (int64_t i = 0; i < p->rows; i++)
-        x->size[i] =
-            choose(x->size[i] == 0.0, at_most(p->sizes[i] * natural, all(1.0)), x->size[i]);
 }
 
 /* Does all that is to be returned fit the dtype? Then also |A||z|, whose size is asked for. */

@@ -1,0 +1,8 @@
+"""Which equations are independent, how well they pin z down, and in what basis to work."""
+
+from taut.analysis.basis import Basis as Basis
+from taut.analysis.examine import (
+    ConditionWarning as ConditionWarning,
+    analyse as analyse,
+    unexamined as unexamined,
+)

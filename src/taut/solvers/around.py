@@ -1,0 +1,78 @@
+"""Solve around outputs that are held at an end: without them, each sample with an A of its own."""
+
+from dataclasses import replace
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from taut.analysis import analyse
+from taut.backends import Rules
+from taut.held import Held, held
+from taut.maps import as_map
+from taut.outcome import Outcome, Status
+from taut.problems import Linear
+from taut.solvers.base import Task, leave, relative
+
+_ROOM = 2**24  # entries of all A at a time
+
+
+def held_outputs(problem: Linear) -> Held | None:
+    """Which outputs are held; None where none is, or A is too large to be taken apart."""
+    prepared = problem.prepared
+    rows, columns = prepared.map.shape
+    known = prepared.reach() if 0 < rows * columns <= _ROOM else None
+    if known is None:
+        return None
+    dtype, eps = known.least.dtype, torch.finfo(problem.v.dtype).eps
+    A = prepared.map.over(problem.data.to(dtype))
+    return held(A, problem.v.to(dtype), problem.b.to(dtype), prepared.activation, known, eps)
+
+
+def portions(problem: Linear, found: Held) -> list[Held]:
+    """As many samples at a time as there is room for."""
+    rows, columns = problem.prepared.map.shape
+    size = max(1, _ROOM // (rows * columns))
+    return [Held(*x) for x in zip(*(y.split(size) for y in found), strict=True)]
+
+
+def without(problem: Linear, part: Held, rules: Rules) -> tuple[Task, Tensor]:
+    """The samples `part` of the problem without their held outputs, and where to start."""
+    few, dtype = problem.take(part.index), rules.dtype or problem.v.dtype
+    eps = torch.finfo(problem.v.dtype).eps
+    A, free = few.prepared.map.over(few.data.to(dtype)), ~part.which
+    end = part.end.to(dtype).masked_fill(free, 0)
+    v, b = torch.where(free, few.v.to(dtype), 0), few.b.to(dtype) - A.apply(end)
+    each = A.dense() * free.unsqueeze(-2)
+    # An equation without outputs asks for nothing more: what is left is rounding, or a failure
+    # that shows in the whole.
+    b = b.masked_fill((each == 0).all(-1), 0)
+    start = torch.zeros_like(b) if few.start is None else few.start.to(dtype).nan_to_num()
+    basis = analyse(each.double(), eps).to(dtype)
+    return Task(few.prepared.activation, as_map(each), v, b, basis, eps), start
+
+
+def whole(
+    problem: Linear, part: Held, rules: Rules, task: Task, found: tuple[Tensor, ...]
+) -> tuple[Outcome, Bool[Tensor, "n"]]:
+    """With the held outputs at their ends again; and which samples are decided by that.
+
+    Those whose outputs v itself holds are decided as they are. The rest only if they converge:
+    without a solution at these ends, the equations as they were have the proof.
+    """
+    few, dtype = problem.take(part.index), task.v.dtype
+    multipliers, u, z, iterations, status = found
+    A = few.prepared.map.over(few.data.to(dtype))
+    z = torch.where(part.which, part.end.to(dtype), z)
+    sides = torch.where(part.end == _upper(few, part), torch.inf, -torch.inf)
+    u = torch.where(part.which, sides.to(dtype), u)
+    scale = few.b.to(dtype).abs() + A.abs().apply(z.abs())
+    keeps = relative(A.excess(z, few.b.to(dtype)), scale) <= rules.cap(problem.v.dtype)
+    broken = (status == Status.CONVERGED) & ~keeps
+    status = status.masked_fill(broken, int(Status.INFEASIBLE))
+    outcome = leave(few, replace(task, A=A), None, (multipliers, u, z, iterations, status))
+    return replace(outcome, held=True), part.given | (status == Status.CONVERGED)
+
+
+def _upper(problem: Linear, part: Held) -> Tensor:
+    return problem.prepared.activation.range.bounds(part.end)[1]

@@ -1,0 +1,168 @@
+"""The verdict on each sample: does its z keep the rule, has it stopped, is there a proof?
+
+The rule is what CONVERGED promises: |A z − b| ≤ tol·(|b| + |A||z|) for each equation.
+"""
+
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from taut.certificate import certifies
+from taut.outcome import Status
+from taut.solvers.base import Task, relative
+from taut.solvers.step import Search, State
+
+# The loosest level at which a residual that has stopped falling counts as rounding.
+_FLOOR = 1e-13
+
+
+@final
+class Verdicts(NamedTuple):
+    """What one look at n samples tells."""
+
+    status: Int[Tensor, "n"]  # −1 where the work goes on
+    proofs: Float[Tensor, "n I"] | None = None  # certificates of the infeasible ones
+    settled: tuple[Tensor, State] | None = None  # samples that converge after a last correction
+
+    def final(self) -> "Verdicts":
+        """No sample stays open."""
+        status = self.status.where(self.status >= 0, int(Status.MAX_ITERATIONS))
+        return self._replace(status=status)
+
+
+def judge(
+    search: Search, state: State, open: Bool[Tensor, "n"], stalls: Int[Tensor, "n"], iteration: int
+) -> Verdicts:
+    """A verdict on each sample; `stalls` counts the iterations that did not halve its residual."""
+    task, rules, target = search.task, search.rules, search.target
+    own = 8 * torch.finfo(state.z.dtype).eps
+    smallest, largest = (x.item() for x in state.relative.aminmax())
+    if largest <= target:
+        return Verdicts(torch.zeros_like(stalls))
+    undecided = smallest > max(target, rules.near * own) and largest < torch.inf
+    if iteration == 0 and undecided and task.basis.left_out is None:
+        return Verdicts(torch.full_like(stalls, -1))
+    converged = state.relative <= target
+    stopped = open & ~converged & _at_rounding(search, state, stalls)
+    solved, status = None, (~converged).long().neg_()  # CONVERGED is 0
+    if task.basis.left_out is not None:
+        solved, alike = _solved_but_for_redundant(task, state)
+        stopped = stopped | (open & ~converged & solved & alike)
+    status, settled = _by_the_rule(search, state, stopped, status)
+    if solved is not None:
+        size = search.size_of_terms(state.z)
+        apart = task.basis.contradictory(task.b, size, task.eps) | solved
+        status = status.where((status >= 0) | ~apart, int(Status.INCONSISTENT))
+    elif iteration > 1 and bool(task.basis.condition.isnan().any()):
+        contradicts = _contradicts(task, state)
+        status = status.where((status >= 0) | ~contradicts, int(Status.INCONSISTENT))
+    proofs = None
+    still = open & (status < 0) & (stalls > 0)
+    if iteration > 1 and bool(still.any()):
+        proven, proofs = _certificates(task, state, still)
+        status = status.where(~proven, int(Status.INFEASIBLE))
+    status = status.where(state.relative < torch.inf, int(Status.NONFINITE))
+    return Verdicts(status, proofs, settled)
+
+
+def _at_rounding(search: Search, state: State, stalls: Tensor) -> Bool[Tensor, "n"]:
+    """Is what is left of the residual the rounding of u, or has it stopped falling near that?"""
+    task, rules = search.task, search.rules
+    own = 8 * torch.finfo(state.z.dtype).eps
+    near = (stalls > 0) | (state.relative <= rules.near * own)
+    if not bool(near.any()):
+        return near
+    level = relative(state.residual, task.rounding_scale(state.u, state.z))
+    condition = task.basis.condition.nan_to_num(torch.inf)
+    coarse = torch.where(condition > 1e4, max(4 * own, _FLOOR), 4 * own)
+    stuck = ((level <= 2 * own) & (stalls > 0)) | ((level <= coarse) & (stalls > 2))
+    return near & ((level <= own) | stuck)
+
+
+def _by_the_rule(
+    search: Search, state: State, stopped: Bool[Tensor, "n"], status: Tensor
+) -> tuple[Tensor, tuple[Tensor, State] | None]:
+    """CONVERGED for those of the samples that have stopped whose z keeps the rule.
+
+    Where it does not, the last correction may: those are returned with it.
+    """
+    if not bool(stopped.any()):
+        return status, None
+    meets = stopped & _keeps(search, state.z, state.residual)
+    status = status.where(~meets, int(Status.CONVERGED))
+    index = (stopped & ~meets).nonzero().squeeze(-1)
+    if len(index) == 0:
+        return status, None
+    part, good = settle(search.take(index), state.take(index))
+    good = good.nonzero().squeeze(-1)
+    index = index[good]
+    return status.index_fill(0, index, int(Status.CONVERGED)), (index, part.take(good))
+
+
+def _keeps(search: Search, z: Tensor, residual: Tensor) -> Bool[Tensor, "n"]:
+    return relative(residual, search.size_of_terms(z)) <= search.cap
+
+
+def settle(search: Search, state: State) -> tuple[State, Bool[Tensor, "n"]]:
+    """z −= W Aᵀ H⁻¹(A z − b), and u and λ with it; where the result keeps the rule.
+
+    z = σ(v + Aᵀλ) inherits the rounding of that sum. Where v and Aᵀλ are much larger than z it
+    exceeds the rule, though z itself has the digits to keep it. Where the correction is more than
+    that rounding it is refused: it would be a step, and z no longer σ(u).
+    """
+    task, basis = search.task, search.task.basis
+    multipliers, u, z, residual, level = state
+    w = task.activation.slope(u)
+    lower, upper = task.activation.range.bounds(z)
+    size = task.v.abs() + u.abs() + basis.map.abs().adjoint(multipliers.abs())
+    for _ in range(3):
+        goal = residual - basis.disagreement(residual, search.size_of_terms(z))
+        step = search.direction(w, goal)
+        move = basis.map.adjoint(step)
+        multipliers, u = multipliers + step, u + move
+        z = (z + w * move).clamp(lower, upper)
+        residual = task.residual(z)
+    blur = 64 * torch.finfo(z.dtype).eps * (z.abs() + w * size)
+    near = (w * (u - state.u).abs() <= blur).all(-1)
+    good = near & _keeps(search, z, residual)
+    return State(multipliers, u, z, residual, level), good
+
+
+def _solved_but_for_redundant(task: Task, state: State) -> tuple[Tensor, Tensor]:
+    """Where all equations kept are solved, and where those left out, given to eps, agree."""
+    left_out, eps = task.basis.left_out, task.eps
+    assert left_out is not None  # noqa: S101
+    scale = task.rounding_scale(state.u, state.z)
+    kept = relative(state.residual.masked_fill(left_out, 0), scale)
+    solved = (kept <= 8 * torch.finfo(scale.dtype).eps) & left_out.any(-1)
+    # An equation left out is as exact as those that imply it, given to eps, allow.
+    alike = relative(state.residual, task.basis.folded(scale)) <= max(16 * eps, _FLOOR)
+    return solved, alike
+
+
+def _contradicts(task: Task, state: State) -> Tensor:
+    """Is the residual r orthogonal to the range of A? Then rᵀ(A z − b) = −rᵀb for every z."""
+    image = task.A.adjoint(state.residual).abs()
+    size = task.A.abs().adjoint(state.residual.abs())
+    return (image <= 1e-8 * size).all(-1)
+
+
+def _certificates(task: Task, state: State, which: Bool[Tensor, "n"]) -> tuple[Tensor, Tensor]:
+    """Which samples of `which` are proven infeasible, and by which multipliers."""
+    multipliers = task.basis.leave(state.multipliers)
+    # As far as λ has run, only its direction counts: bring it to size 1 by a power of 2, and to
+    # the precision in which it will be returned.
+    size = multipliers.abs().amax(-1, keepdim=True)
+    candidate = torch.ldexp(multipliers, -torch.frexp(size.nan_to_num(1.0)).exponent)
+    candidate = candidate.to(torch.float32).to(size.dtype) if task.eps > 1e-10 else candidate
+    proven = certifies(candidate, task.A, task.b, task.activation, which)
+    if not task.activation.range.bounded:
+        # λ = t·d + rest with t → ∞, and in a half-infinite range the rest may spoil the proof
+        # that d is: leave out the small entries.
+        direction = candidate.where(candidate.abs() > 0.1, 0)
+        also = certifies(direction, task.A, task.b, task.activation, which & ~proven)
+        candidate = torch.where(also.unsqueeze(-1), direction, candidate)
+        proven = proven | also
+    return proven, candidate
