@@ -14,6 +14,7 @@ from fuzzing.blocks import make_block
 from fuzzing.gradients import (
     POSED,
     Asked,
+    Case,
     allowed,
     case_of,
     check_gradients,
@@ -24,6 +25,7 @@ from fuzzing.gradients import (
 from fuzzing.laws import law_of
 from fuzzing.precise import Precise, column, independent, matrix
 from tables import SEED
+from taut.analysis.sifting import sift
 from taut.backends import pull_stably
 from taut.maps import as_map
 from taut.systems import EVEN, pull, solve_stably
@@ -209,6 +211,51 @@ def test_pull_is_differentiable_twice(even, own, monkeypatch, routes):
     assert gradcheck(f, (w, A, *given), check_forward_ad=True)
     assert gradgradcheck(f, (w, A, *given))
     assert bool(routes) == math.isinf(even)
+
+
+def margins(rows, columns):
+    """The sums of a table; the last equation follows from the others."""
+    ones = torch.ones(1, columns), torch.ones(1, rows)
+    return torch.cat(
+        [torch.kron(torch.eye(rows), ones[0]), torch.kron(ones[1], torch.eye(columns))]
+    )
+
+
+@pytest.mark.parametrize("name", LOGITS)
+@pytest.mark.parametrize("kind", ["margins", "patchy"])
+def test_a_sparse_A_is_differentiated_like_a_dense_one(name, kind):
+    A = margins(3, 4) if kind == "margins" else torch.eye(4, 9) + (torch.rand(4, 9) < 0.3)
+    (I, K), n = A.shape, 10
+    row = taut.activations.ACTIVATIONS[name]
+    v = (2 * torch.rand(n, K) - 1) * LOGITS[name]
+    b, g = row.sigma(torch.randn(n, K)) @ A.mT, torch.randn(n, K)
+    law, direction = law_of(name, K), np.ones(K)
+    v, b = v.requires_grad_(), b.requires_grad_()
+    solution = taut.project(v, A.to_sparse(), b, activation=name, on_failure="return")
+    first = torch.autograd.grad((solution.z * g).sum(), (v, b), create_graph=True)
+    second = torch.autograd.grad(first[0].sum(), (v, b))
+    checked = 0
+    for i in solution.converged.nonzero().flatten().tolist():
+        at = (x[i].detach().numpy() for x in (solution.multipliers, solution.u))
+        given = g[i].numpy(), np.zeros(I), np.zeros(K)
+        along = direction, np.zeros(I), np.zeros((I, K))
+        truth = Case(law, A.numpy(), *at, given, along, independent(A.numpy()), True).truth()
+        for true, found in zip(truth[:2], (first, second), strict=True):
+            parts = dict(zip(("∂v", "∂b"), (x.detach() for x in found), strict=True))
+            gaps = distance(true, gradients_of(parts, i))
+            assert max(gaps["∂v"], gaps["∂b"]) <= allowed(truth[2], 0.0)
+        checked += 1
+    assert checked >= 8
+
+
+def test_redundant_equations_of_a_sparse_A_are_found():
+    A = margins(3, 4)
+    sifted = sift(as_map(A.to_sparse()))
+    assert int(sifted.left_out.sum()) == 1
+    assert_close(sifted.project(A.mT), A.mT, rtol=0, atol=1e-14)
+    assert torch.linalg.matrix_rank(A[~sifted.left_out]) == 6
+    nearly = torch.tensor([[1.0, 1, 0], [1, 1 + 1e-7, 0], [0, 1, 1]])
+    assert sift(as_map(nearly.to_sparse())).left_out is None
 
 
 def test_held_outputs_and_equations_left_out_take_no_part():

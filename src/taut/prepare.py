@@ -12,6 +12,7 @@ from taut.accept import Numbers, as_floating, check_matrix
 from taut.activations import Activation, resolve
 from taut.activations.codes import is_line, width
 from taut.analysis import Basis, analyse, unexamined
+from taut.analysis.sifting import sift
 from taut.backends import Backend, Torch, backend_for, pull_stably
 from taut.held import Reach, reach
 from taut.maps import LinearMap, as_map
@@ -70,6 +71,13 @@ class Prepared:
         return self.basis if dtype == self.basis.map.data.dtype else self.single
 
     def basis_of(self, A: LinearMap) -> Basis:
+        return self.sifted
+
+    @cached_property
+    def sifted(self) -> Basis:
+        """The basis for derivatives: a sparse A is looked at when the first are asked for."""
+        if self.map.sparse and not self.map.iterative:
+            return sift(self.basis.map)
         return self.basis
 
     def repeated(self, times: int) -> "Prepared":

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import final
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from taut.maps.base import LinearMap
 class BatchedMap(LinearMap):
     """A dense matrix for each sample.
 
-    >>> import torch
     >>> A = BatchedMap(torch.ones(4, 2, 3))
     >>> A.apply(torch.ones(4, 3)).shape
     torch.Size([4, 2])
@@ -44,6 +44,12 @@ class BatchedMap(LinearMap):
 
     def abs(self) -> "BatchedMap":
         return BatchedMap(self.data.abs())
+
+    def largest(self) -> Float[Tensor, "*batch I"]:
+        return torch.linalg.vector_norm(self.data, torch.inf, dim=-1)
+
+    def dense(self) -> Float[Tensor, "*batch I K"]:
+        return self.data
 
     def joined(self, data: Tensor, dim: int | None, size: int, n: int) -> "BatchedMap":
         return BatchedMap(lead(data, dim, size).flatten(0, 1))

@@ -99,6 +99,16 @@ class DenseMap(LinearMap):
     def _absolute(self) -> "DenseMap":
         return DenseMap(self.data.abs())
 
+    def largest(self) -> Float[Tensor, "I"]:
+        return self._largest
+
+    @cached_property
+    def _largest(self) -> Tensor:
+        return self._absolute.data.amax(-1)
+
+    def dense(self) -> Float[Tensor, "I K"]:
+        return self.data
+
     def joined(self, data: Tensor, dim: int | None, size: int, n: int) -> LinearMap:
         if dim is None:
             return DenseMap(data)

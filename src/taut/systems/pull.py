@@ -9,7 +9,7 @@ g_z, g_u and g_ν apart: once they are summed, what small slopes multiply is gon
 from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from taut.activations import Activation
@@ -23,6 +23,7 @@ from taut.systems.stable import Pulled
 EVEN, CONDITION, FAINT = 3e-5, 1e3, 1e-4
 # Else x must be this part of it, times the running error of the pivots.
 SAFE = 1e-6
+_DENSE = 2**22  # entries of a sparse A up to which it is made dense for a sample that needs it
 
 
 @final
@@ -188,45 +189,56 @@ def _solve(
 ) -> Pulled:
     basis = known.basis_of(A)
     g = torch.addcmul(given.u, w, given.z)
-    if A.sparse or 0 in A.shape:
+    if A.iterative or 0 in A.shape:
         return _completed(A, w, given, solve_gram(A, w, A.apply(g) + given.ν, left_out))
     A = A if basis.transformed else basis.map  # which keeps what it has worked out
     c, largest = basis.condition, w.amax(-1)
     even = (w.amin(-1) >= EVEN * c.square() * largest) & (c < CONDITION)
     rhs = A.apply(g) + given.ν
-    if known.line and A.shared and basis.left_out is left_out and len(w) and bool(even[0]):
-        found = _completed(A, w, given, share(A, w[0], left_out).solve(rhs))
-        factor = None
+    line = known.line and A.shared and not A.sparse and basis.left_out is left_out
+    if line and len(w) and bool(even[0]):
+        factor = share(A, w[0], left_out)
     else:
-        factor = _factor(A, w, left_out)
-        found = _completed(A, w, given, factor.solve(rhs))
+        factor = _Running.of(A, w, left_out)
+    found = _completed(A, w, given, factor.solve(rhs))
     # w∘Aᵀs is at most this: where x is no faint part of it, it has not cancelled with g.
-    taken = largest * (found.s.abs() * A.abs().data.amax(-1)).sum(-1)
+    taken = largest * (found.s.abs() * A.largest()).sum(-1)
     index = (~(even & (found.x.abs().amax(-1) >= FAINT * taken))).nonzero().squeeze(-1)
-    if len(index) and factor is not None and not whole:
+    if len(index) and isinstance(factor, _Running) and not whole:
         index = index[~_is_safe(A.take(index), w[index], g[index], found, index, factor)]
     if not len(index):
         return found
     out = None if left_out is None else left_out.expand(len(w), -1)[index]
-    matrix = A.data.unsqueeze(0) if A.shared else A.data[index]
-    stable = known.pull_stably(matrix, w[index], out, *(x[index] for x in given))
+    part = Given(*(x[index] for x in given))
+    stable = _stably(A.take(index), w[index], out, part, rhs[index], known)
     return Pulled(*(x.index_copy(0, index, y) for x, y in zip(found, stable, strict=True)))
 
 
-def _factor(A: LinearMap, w: Tensor, left_out: Tensor | None) -> "_Running":
-    gram = A.gram(w)
-    if left_out is not None:
-        gram = gram.masked_fill(left_out.unsqueeze(-1) | left_out.unsqueeze(-2), 0)
-        gram = gram + torch.diag_embed(left_out.to(gram.dtype))
-    return _Running(gram, Factor(torch.linalg.cholesky_ex(gram).L, left_out, None))
+def _stably(
+    A: LinearMap, w: Tensor, left_out: Tensor | None, given: Given, rhs: Tensor, known: Known
+) -> Pulled:
+    if A.sparse and A.shape[0] * A.shape[1] > _DENSE:  # as right as Cholesky can be
+        return _completed(A, w, given, solve_gram(A, w, rhs, left_out))
+    matrix = A.dense()
+    return known.pull_stably(matrix.unsqueeze(0) if A.shared else matrix, w, left_out, *given)
 
 
 @final
 class _Running(NamedTuple):
-    """A diag(w) Aᵀ and its factor; NaN and worse where it is not positive definite."""
+    """A diag(w) Aᵀ and its factor, which is none where it `failed`."""
 
     gram: Float[Tensor, "n I I"]
     factor: Factor
+    failed: Int[Tensor, "n"]
+
+    @staticmethod
+    def of(A: LinearMap, w: Tensor, left_out: Tensor | None) -> "_Running":
+        gram = A.gram(w)
+        if left_out is not None:
+            gram = gram.masked_fill(left_out.unsqueeze(-1) | left_out.unsqueeze(-2), 0)
+            gram = gram + torch.diag_embed(left_out.to(gram.dtype))
+        triangle, failed = torch.linalg.cholesky_ex(gram)
+        return _Running(gram, Factor(triangle, left_out, None), failed)
 
     def solve(self, rhs: Tensor) -> Tensor:
         return self.factor.solve(rhs)
@@ -252,4 +264,5 @@ def _is_safe(
 ) -> Bool[Tensor, "m"]:
     """Has Cholesky kept the digits of x in the samples at `index`?"""
     summed = g.abs() + w * A.abs().adjoint(found.s[index].abs())
-    return found.x[index].abs().amax(-1) >= SAFE * factor.error(index) * summed.amax(-1)
+    enough = found.x[index].abs().amax(-1) >= SAFE * factor.error(index) * summed.amax(-1)
+    return enough & (factor.failed[index] == 0)
