@@ -334,6 +334,17 @@ def test_forward_mode_is_reverse_mode():
             assert_close(one, other, rtol=1e-7, atol=1e-9 * other.abs().max().item())
 
 
+def test_gradients_in_a_batch_are_those_one_by_one():
+    """Of all directions of one z at once; some need another basis and some do not."""
+    A, v = torch.randn(3, 6), ((2 * torch.rand(4, 6) - 1) * 15).requires_grad_()
+    z = taut.project(v, A, torch.rand(4, 6) @ A.mT, activation="sigmoid").z
+    directions = torch.randn(5, 4, 6)
+    (together,) = torch.autograd.grad(z, v, directions, is_grads_batched=True, retain_graph=True)
+    for found, direction in zip(together, directions, strict=True):
+        (alone,) = torch.autograd.grad(z, v, direction, retain_graph=True)
+        assert_close(found, alone, rtol=0, atol=1e-8 * alone.abs().max().item())
+
+
 def test_the_fuzzer_notices_a_wrong_gradient(monkeypatch):
     blocks = [make_block(SEED, number, 16) for number in range(12)]
     assert not any(check_gradients(block)[0] for block in blocks)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,6 +76,23 @@ def apply(function: type[Function], *args: Any) -> Any:
     if transforming() or any(map(is_transformed, args)):
         return function.apply(*args)
     return direct(function)(*args)
+
+
+def apply_mapped(function: type[Function], *args: Any) -> Any:
+    """`apply`; also under `is_grads_batched`, whose older vmap does not ask for rules itself."""
+    old = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore
+    mapped = [isinstance(x, Tensor) and old(x) for x in args]
+    if not any(mapped):
+        return apply(function, *args)
+    level = torch._C._vmapmode_increment_nesting() - 1  # pyright: ignore
+    torch._C._vmapmode_decrement_nesting()  # pyright: ignore
+    flat = [
+        torch._remove_batch_dim(x, level, 1, 0) if own else x  # pyright: ignore
+        for x, own in zip(args, mapped, strict=True)
+    ]
+    info = SimpleNamespace(batch_size=flat[mapped.index(True)].shape[0])
+    found, _ = function.vmap(info, tuple(0 if own else None for own in mapped), *flat)
+    return tuple(torch._add_batch_dim(x, 0, level) for x in found)  # pyright: ignore
 
 
 def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from taut.analysis.basis import Plain, unexamined
+from taut.analysis.basis import Plain
+from taut.analysis.examine import unexamined
 from taut.maps import LinearMap
 
 # Combinations of unit equations shorter than this, as the eigenvalues of A Aᵀ tell it, may be

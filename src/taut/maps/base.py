@@ -80,10 +80,6 @@ class LinearMap(ABC):
         """max|a| of each equation."""
 
     @abstractmethod
-    def dense(self) -> Float[Tensor, "*n I K"]:
-        """A as a dense matrix, or one for each sample."""
-
-    @abstractmethod
     def joined(self, data: Tensor, dim: int | None, size: int, n: int) -> "LinearMap":
         """The map of `size` batches of n samples as one batch; vmap has mapped `dim` of `data`."""
 

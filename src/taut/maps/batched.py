@@ -48,9 +48,6 @@ class BatchedMap(LinearMap):
     def largest(self) -> Float[Tensor, "*batch I"]:
         return torch.linalg.vector_norm(self.data, torch.inf, dim=-1)
 
-    def dense(self) -> Float[Tensor, "*batch I K"]:
-        return self.data
-
     def joined(self, data: Tensor, dim: int | None, size: int, n: int) -> "BatchedMap":
         return BatchedMap(lead(data, dim, size).flatten(0, 1))
 

@@ -106,9 +106,6 @@ class DenseMap(LinearMap):
     def _largest(self) -> Tensor:
         return self._absolute.data.amax(-1)
 
-    def dense(self) -> Float[Tensor, "I K"]:
-        return self.data
-
     def joined(self, data: Tensor, dim: int | None, size: int, n: int) -> LinearMap:
         if dim is None:
             return DenseMap(data)

@@ -166,10 +166,6 @@ class SparseMap(LinearMap):
         zeros = self.data.new_zeros(self.shape[0])
         return zeros.scatter_reduce(0, self.pattern.rows, self.data.abs(), "amax")
 
-    def dense(self) -> Float[Tensor, "I K"]:
-        place = self.pattern.rows, self.pattern.columns
-        return self.data.new_zeros(self.shape).index_put(place, self.data)
-
     def joined(self, data: Tensor, dim: int | None, size: int, n: int) -> "SparseMap":
         if dim is not None:
             raise NotImplementedError(

@@ -187,7 +187,6 @@ class Linear(Problem):
         w, z = activation.slope(u), activation.output(u)
         whole = torch.is_grad_enabled()
         dv, s, _ = pull(w, A, None, g_z, g_u, g_multipliers, self.prepared, whole)
-        dv, s = torch.where(ok, dv, 0), torch.where(ok, s, 0)
         dA = A.outer(multipliers, dv) - A.outer(s, z) if needs[1] else None
         return dv.to(dtype), None if dA is None else dA.to(self.data.dtype), s.to(dtype)
 

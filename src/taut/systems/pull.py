@@ -13,9 +13,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from taut.activations import Activation
-from taut.autograd import apply, lead
+from taut.autograd import apply_mapped, lead
 from taut.maps import LinearMap
-from taut.systems.gram import Factor, share, solve_gram
+from taut.systems.gram import Factor, SharedFactor, share, solve_gram
 from taut.systems.stable import Pulled
 
 # Cholesky keeps the digits of x where slopes are this near to each other, times the square of A's
@@ -104,7 +104,7 @@ def pull(
     `whole` says that t is used too, alone or for further derivatives, and must keep its digits
     where x = g_u + w∘t would not show them.
     """
-    return Pulled(*cast(Any, apply(_Pull, w, A.data, g_z, g_u, g_ν, mask, A, known, whole)))
+    return Pulled(*cast(Any, apply_mapped(_Pull, w, A.data, g_z, g_u, g_ν, mask, A, known, whole)))
 
 
 @final
@@ -136,7 +136,7 @@ class _Pull(torch.autograd.Function):
         if scale is not None:  # rows of a size near 1: no square overflows
             A, g_ν = A.over(scale.unsqueeze(-1) * data), scale * g_ν
         x, s, t = _solve(A, w, Given(g_z, g_u, g_ν), left_out, whole, known)
-        s = s.where(s.isfinite(), 0)
+        s = s.nan_to_num(0.0, 0.0, 0.0)
         return x, basis.least(s if scale is None else scale * s), t
 
     @staticmethod
@@ -192,8 +192,9 @@ def _solve(
     if A.iterative or 0 in A.shape:
         return _completed(A, w, given, solve_gram(A, w, A.apply(g) + given.ν, left_out))
     A = A if basis.transformed else basis.map  # which keeps what it has worked out
-    c, largest = basis.condition, w.amax(-1)
-    even = (w.amin(-1) >= EVEN * c.square() * largest) & (c < CONDITION)
+    least, largest = torch.aminmax(w, dim=-1)
+    c = basis.condition
+    even = least >= torch.where(c < CONDITION, EVEN * c.square(), torch.inf) * largest
     rhs = A.apply(g) + given.ν
     line = known.line and A.shared and not A.sparse and basis.left_out is left_out
     if line and len(w) and bool(even[0]):
@@ -201,10 +202,16 @@ def _solve(
     else:
         factor = _Running.of(A, w, left_out)
     found = _completed(A, w, given, factor.solve(rhs))
+    if whole:
+        found = _refined(A, w, given, factor, found)
     # w∘Aᵀs is at most this: where x is no faint part of it, it has not cancelled with g.
-    taken = largest * (found.s.abs() * A.largest()).sum(-1)
-    index = (~(even & (found.x.abs().amax(-1) >= FAINT * taken))).nonzero().squeeze(-1)
-    if len(index) and isinstance(factor, _Running) and not whole:
+    size, rows = found.s.abs(), A.largest()
+    taken = largest * (size @ rows if A.shared else (size * rows).sum(-1))
+    even = even & (found.x.abs().amax(-1) >= FAINT * taken)
+    if bool(even.all()):
+        return found
+    index = (~even).nonzero().squeeze(-1)
+    if isinstance(factor, _Running) and not whole:
         index = index[~_is_safe(A.take(index), w[index], g[index], found, index, factor)]
     if not len(index):
         return found
@@ -257,6 +264,15 @@ class _Running(NamedTuple):
 def _completed(A: LinearMap, w: Tensor, given: Given, s: Tensor) -> Pulled:
     t = given.z - A.adjoint(s)
     return Pulled(torch.addcmul(given.u, w, t), s, t)
+
+
+def _refined(
+    A: LinearMap, w: Tensor, given: Given, factor: "_Running | SharedFactor", found: Pulled
+) -> Pulled:
+    """With the digits of t where equations pin an output: at first t = g_z − Aᵀs is its rounding."""
+    more = factor.solve(A.apply(found.x) + given.ν)
+    t = found.t - A.adjoint(more)
+    return Pulled(torch.addcmul(given.u, w, t), found.s + more, t)
 
 
 def _is_safe(

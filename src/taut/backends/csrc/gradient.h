@@ -75,15 +75,15 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
         least = at_most(w, least);
         most = at_least(w, most);
         x->w[k] = w;
-        x->v[k] = all(0.0);
     }
-    for (int64_t k = p->given; k < p->outputs; k++) x->v[k] = x->w[k] = all(0.0);
+    for (int64_t k = p->given; k < p->outputs; k++) x->w[k] = all(0.0);
     if (s->g_u) read_outputs(p, x->v, s->g_u, first, s->samples, s->single);
-    if (s->g_z) {
-        read_outputs(p, x->z, s->g_z, first, s->samples, s->single);
-        for (int64_t k = 0; k < p->outputs; k++) x->v[k] += x->w[k] * x->z[k];
+    if (s->g_z) read_outputs(p, x->z, s->g_z, first, s->samples, s->single);
+    for (int64_t k = 0; k < p->outputs; k++) {
+        lanes g = s->g_u ? x->v[k] : all(0.0);
+        if (s->g_z) g += x->w[k] * x->z[k];
+        x->v[k] = choose(live, g, all(0.0));
     }
-    for (int64_t k = 0; k < p->outputs; k++) x->v[k] = choose(live, x->v[k], all(0.0));
     for (int64_t i = 0; i < p->rows; i += TILE) apply(p, x->v, i, 1, x->step + i);
     if (s->g_multipliers) {
         read_rows(p, x->residual, s->g_multipliers, p->constraints, first, s->samples, s->single);
