@@ -113,6 +113,14 @@ def test_whatever_the_equations(A):
     assert len(found) > 30 and max(found) <= 1
 
 
+def test_an_output_that_an_equation_pins():
+    """There t = 0, and second derivatives divide its rounding by the slope."""
+    A, u = torch.tensor([[0.0, 0, 0, 1]]), torch.tensor([[-12.2, 14.7, 10.1, -10.6]]).double()
+    v = u.expand(20, 4).contiguous()
+    found = off("tanh", v, A.double(), v[:, 3:].tanh())
+    assert len(found) == 20 and max(found) <= 1
+
+
 def test_float32_is_differentiated_in_float64():
     v, A = (2 * torch.rand(40, 6) - 1).float() * 25, torch.randn(40, 3, 6).float()
     b = (A @ torch.rand(40, 6, 1).float()).squeeze(-1)

@@ -269,7 +269,7 @@ def _completed(A: LinearMap, w: Tensor, given: Given, s: Tensor) -> Pulled:
 def _refined(
     A: LinearMap, w: Tensor, given: Given, factor: "_Running | SharedFactor", found: Pulled
 ) -> Pulled:
-    """With the digits of t where equations pin an output: at first t = g_z − Aᵀs is its rounding."""
+    """With the digits of t where equations pin an output: g_z − Aᵀs is the rounding of it."""
     more = factor.solve(A.apply(found.x) + given.ν)
     t = found.t - A.adjoint(more)
     return Pulled(torch.addcmul(given.u, w, t), found.s + more, t)
