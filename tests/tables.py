@@ -4,6 +4,7 @@ An activation put in the registry appears in `ALL` at once, alone, weighted and 
 constraint is a line of `KINDS`, a regime a line of `REGIMES`, a backend a line of `BACKENDS`.
 """
 
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ DERIVED = {
     "srlu(2, 2)": srlu(2.0, 2.0),
     "bounded": bounded(-1.0, 3.0),
     "bounded each": bounded(LOWER, UPPER),
+    "bounded below": bounded(2.0, math.inf),
+    "bounded above": bounded(-math.inf, 2.0),
     "weighted by a number": weighted("exp", 3.0),
     "tempered by a number": tempered("sigmoid", 0.5),
     "weighted bounded each": weighted(bounded(LOWER, UPPER), WEIGHTS),

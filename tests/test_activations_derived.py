@@ -211,18 +211,56 @@ def test_srlu_that_is_not_convex(a, b):
 
 
 INF, NAN = math.inf, math.nan
-EMPTY_INTERVALS = [(1.0, 1.0), (2.0, 1.0), (0.0, INF), (-INF, 0.0), (NAN, 1.0), (0.0, NAN)]
+EMPTY_INTERVALS = [(2.0, 1.0), (NAN, 1.0), (0.0, NAN), (INF, INF), (-INF, -INF)]
 
 
 @pytest.mark.parametrize(("lower", "upper"), EMPTY_INTERVALS)
 def test_bounded_without_room(lower, upper):
-    with pytest.raises(ValueError, match="finite lower < upper everywhere; got lower="):
+    with pytest.raises(ValueError, match="lower ≤ upper everywhere; got lower="):
         bounded(lower, upper)
 
 
 def test_bounded_without_room_in_one_output():
-    with pytest.raises(ValueError, match="finite lower < upper everywhere"):
-        bounded(torch.tensor([0.0, 1.0]), torch.tensor([1.0, 1.0]))
+    with pytest.raises(ValueError, match="lower ≤ upper everywhere"):
+        bounded(torch.tensor([0.0, 1.5]), torch.tensor([1.0, 1.0]))
+
+
+def test_bounded_with_open_ends_is_an_exponential_from_the_other():
+    u = torch.linspace(-3, 3, 7)
+    assert_close(bounded(2.0, INF).sigma(u), 2 + u.exp())
+    assert_close(bounded(-INF, 2.0).sigma(u), 2 - (-u).exp())
+    assert_close(bounded(-INF, INF).sigma(u), u)
+    each = bounded([0.0, 2.0, -INF, -INF], [1.0, INF, 2.0, INF])
+    expected = [u.sigmoid(), 2 + u.exp(), 2 - (-u).exp(), u]
+    assert_close(each.sigma(u.unsqueeze(-1).expand(7, 4)), torch.stack(expected, -1))
+
+
+def test_bounded_by_one_number_is_fixed():
+    """A generator that is off: the others meet the equations."""
+    activation = bounded([0.0, 2.0, 0.0], [5.0, 2.0, 5.0])
+    v = torch.randn(6, 3, requires_grad=True)
+    A, b = torch.ones(1, 3), torch.full((6, 1), 7.0)
+    solution = taut.project(v, A, b, activation=activation)
+    assert (solution.z[:, 1] == 2).all()
+    others = taut.project(v[:, [0, 2]], A[:, :2], b - 2, activation=bounded(0.0, 5.0))
+    assert_close(solution.z[:, [0, 2]], others.z)
+    (g,) = torch.autograd.grad(solution.z[:, 0].sum(), v, retain_graph=True)
+    assert (g[:, 1] == 0).all()
+    y = torch.tensor([3.0, 2.0, 2.0]).expand(6, 3)
+    loss = taut.matched_loss(solution, y)
+    assert_close(loss, taut.matched_loss(others, y[:, [0, 2]]))
+
+
+def test_an_equation_of_fixed_outputs_alone():
+    activation = bounded([1.0, 2.0, 0.0], [1.0, 2.0, 5.0])
+    A = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]])
+    v = torch.randn(4, 3, requires_grad=True)
+    solution = taut.project(v, A, torch.tensor([3.0, 4.0]), activation=activation)
+    assert_close(solution.z, torch.tensor([1.0, 2.0, 2.0]).expand(4, 3))
+    (g,) = torch.autograd.grad(solution.z.sum(), v)
+    assert (g == 0).all()
+    off = taut.project(v, A, torch.tensor([3.5, 4.0]), activation=activation, on_failure="return")
+    assert (off.status == taut.Status.INFEASIBLE).all()
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, INF, NAN, torch.tensor([1.0, 0.0])], ids=str)

@@ -91,9 +91,9 @@ print(taut.project(torch.zeros(2), torch.ones(1, 2), torch.ones(1)).z.tolist())
 def test_public_names():
     """The contract: users, examples and documents rely on these."""
     expected = (
-        "Activation ConditionWarning GradientDescent Interval LagrangeHead LagrangeMemory Newton "
-        "Prepared Projection Solution SolveError Solver Status activations backends bregman_loss "
-        "is_certificate matched_loss prepare project"
+        "Activation ConditionWarning FailureWarning GradientDescent Interval LagrangeHead "
+        "LagrangeMemory Newton Prepared Projection Solution SolveError Solver Status activations "
+        "backends bregman_loss is_certificate matched_loss prepare project reconcile"
     ).split()
     shown = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     names = [x.asname for n in shown.body if isinstance(n, ast.ImportFrom) for x in n.names]

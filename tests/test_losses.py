@@ -306,3 +306,68 @@ def test_solutions_can_be_kept_in_files():
     again = pickle.loads(pickle.dumps(solution))
     y = torch.full((2, 3), 1 / 3)
     assert_close(taut.matched_loss(again, y), torch.zeros(()), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_failed_sample_adds_nothing_to_the_loss(reduction):
+    """Value and gradient 0 where there is no solution, and the mean is over all samples."""
+    v, A, b = torch.randn(6, K), torch.ones(1, K), torch.full((6, 1), 0.5 * K)
+    b[1], v[3, 0] = 2.0 * K, torch.nan
+    v.requires_grad_()
+    y = torch.rand(6, K)
+    solution = project(v, A, b, activation="sigmoid", on_failure="return")
+    with pytest.warns(taut.FailureWarning, match="2 of 6 samples have no solution"):
+        loss = matched_loss(solution, y, reduction=reduction)
+    (g,) = torch.autograd.grad(loss.sum(), v)
+    good = [0, 2, 4, 5]
+    part = v.detach()[good].requires_grad_()
+    each = matched_loss(project(part, A, b[good], activation="sigmoid"), y[good], reduction="none")
+    (expected,) = torch.autograd.grad(each.sum() / (6 if reduction == "mean" else 1), part)
+    assert g[[1, 3]].abs().max() == 0
+    assert_close(g[good], expected)
+    if reduction == "none":
+        assert loss[[1, 3]].abs().max() == 0
+        assert_close(loss[good], each)
+    else:
+        assert_close(loss, each.sum() / (6 if reduction == "mean" else 1))
+
+
+def test_an_undecided_sample_keeps_its_loss():
+    """The paper trains with a solver that stops early."""
+    v, A, b = torch.randn(5, K, requires_grad=True), torch.randn(2, K), torch.randn(5, 2)
+    y, solver = torch.rand(5, K), taut.Newton(max_iterations=0)
+    solution = project(v, A, b, activation="exp", solver=solver, on_failure="return")
+    assert (solution.status == taut.Status.MAX_ITERATIONS).all()
+    loss = matched_loss(solution, y, reduction="sum")
+    assert_close(loss, bregman_loss(v, y, "exp", reduction="sum"))
+    (g,) = torch.autograd.grad(loss, v)
+    assert_close(g, (v.exp() - y).detach())
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "tanh", "bounded each", "mixed"])
+def test_a_target_outside_the_range_is_an_error(name, backend, monkeypatch):
+    activation = ALL[name]
+    v, A = torch.randn(4, K), torch.ones(1, K)
+    z = activation.sigma(torch.randn(4, K))
+    prepared = taut.prepare(A, activation)
+    if backend == "torch":
+        monkeypatch.setattr(type(prepared.backend), "loss", lambda *_: None)
+    solution = project(v, prepared, apply(A, z))
+    y, lower = z.clone(), activation.range.bounds(z)[0].expand(4, K)
+    places = lower[0].isfinite().nonzero()[0]
+    y[2, places] = lower[2, places] - 0.1
+    with pytest.raises(ValueError, match=r"targets must lie in .*closed range.*in sample 2"):
+        matched_loss(solution, y)
+    with pytest.raises(ValueError, match=r"targets must lie in .*closed range.*in sample 2"):
+        bregman_loss(solution.u, y, activation)
+    y[2, places] = torch.nan
+    with pytest.raises(ValueError, match=r"got nan in sample 2"):
+        matched_loss(solution, y, reduction="none")
+
+
+@pytest.mark.usefixtures("as_user")
+def test_the_loss_of_z_alone_says_what_to_pass():
+    layer = taut.Projection(torch.ones(1, 3), activation="exp")
+    with pytest.raises(TypeError, match=r"Use layer.solve\(v, b\) instead of layer\(v, b\)"):
+        matched_loss(layer(torch.zeros(2, 3), torch.ones(1)), torch.ones(2, 3))

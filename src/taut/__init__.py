@@ -10,9 +10,13 @@ from taut.modules import (
     LagrangeMemory as LagrangeMemory,
     Projection as Projection,
 )
-from taut.outcome import SolveError as SolveError, Status as Status
+from taut.outcome import (
+    FailureWarning as FailureWarning,
+    SolveError as SolveError,
+    Status as Status,
+)
 from taut.prepare import Prepared as Prepared, prepare as prepare
-from taut.projection import project as project
+from taut.projection import project as project, reconcile as reconcile
 from taut.solution import Solution as Solution
 from taut.solvers import GradientDescent as GradientDescent, Newton as Newton, Solver as Solver
 

@@ -132,7 +132,7 @@ class Solve(Function):
         with torch.no_grad():
             outcome = solver.solve(problem)
         if fail and outcome.failed:
-            raise failure(outcome.status, outcome.residual, problem.named)
+            raise failure(outcome.status, outcome.residual, problem.remark)
         found = outcome.z, outcome.multipliers, outcome.u
         return *found, outcome.residual, outcome.iterations, outcome.status
 

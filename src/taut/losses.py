@@ -4,15 +4,18 @@
 multiplier term is bᵀλ and not yᵀAᵀλ, so the loss stays right when a noisy y violates A y = b.
 """
 
+import warnings
+from math import isnan
 from typing import Any, Literal, final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from taut.activations import Activation, resolve
 from taut.autograd import direct, lead, transforming, uncompiled
-from taut.outcome import Status
+from taut.outcome import FailureWarning, Status
+from taut.pose import check_range
 from taut.problems import Problem
 from taut.solution import Solution, check_unwritten
 
@@ -36,6 +39,11 @@ def matched_loss(
     """
     if torch.compiler.is_compiling():
         return uncompiled(matched_loss)(solution, y, reduction)
+    if not isinstance(solution, Solution):
+        raise TypeError(
+            f"matched_loss needs a Solution; got {type(solution).__name__}. Use layer.solve(v, b) "
+            "instead of layer(v, b), or what taut.project returns."
+        )
     if y.shape != solution.z.shape:
         raise _misshapen(y, solution.z.shape, "solution.z")
     check_unwritten(solution)
@@ -48,7 +56,12 @@ def matched_loss(
         loss = _Matched.apply(problem, known, None, flat, *found, *problem.inputs)
     else:
         loss = _matched(problem, known, found, flat, None, None, None, None, *problem.inputs)
-    return _reduce(loss if len(shape) == 1 else loss.reshape(shape), reduction)
+    if outcome.failed > 0:
+        _warn(solution.status)
+    loss = _reduce(loss if len(shape) == 1 else loss.reshape(shape), reduction)
+    if not transforming() and isnan((loss.sum() if loss.ndim else loss).item()):
+        check_range("targets", y, problem.prepared.activation)
+    return loss
 
 
 @final
@@ -74,14 +87,14 @@ class _Matched(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Tensor:
         problem, v = kind.over(*inputs), inputs[0]
-        _, multipliers, u, _ = found or (z, multipliers, u, status)
+        z, multipliers, u, status = found or (z, multipliers, u, status)
         loss = problem.quick_loss(y, multipliers, u)
-        if loss is not None:
-            return loss
-        terms = torch.addcmul(problem.prepared.activation.psi(y), y, v, value=-1)
-        if not complete:
-            terms = terms.masked_fill(u.isinf(), 0)  # outputs held at an end have no loss
-        return terms.sum(-1) + problem.value(multipliers, u)
+        if loss is None:
+            terms = torch.addcmul(problem.prepared.activation.psi(y), y, v, value=-1)
+            if not complete:
+                terms = terms.masked_fill(u.isinf(), 0)  # outputs held at an end have no loss
+            loss = terms.sum(-1) + problem.value(multipliers, u)
+        return loss if complete else torch.where(_learnable(status), loss, 0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -102,9 +115,7 @@ class _Matched(torch.autograd.Function):
         g = grads[0].unsqueeze(-1)
         dy = g * (ctx.prepared.activation.inverse(y) - v) if needs[3] else None
         if not ctx.complete:
-            # Where no z exists there is nothing to learn. An undecided sample still has the
-            # gradient of ℓ at its λ: that is how the paper trains with a solver that stops early.
-            ok = ((status == Status.CONVERGED) | (status == Status.MAX_ITERATIONS)).unsqueeze(-1)
+            ok = _learnable(status).unsqueeze(-1)
             free = ok & ~u.isinf()
             g, z, multipliers = (torch.where(ok, x, 0) for x in (g, z, multipliers))
             y = torch.where(free, y, z)  # an output that is held at an end has no gradient
@@ -130,6 +141,23 @@ class _Matched(torch.autograd.Function):
 _matched = direct(_Matched)
 
 
+def _learnable(status: Tensor) -> Bool[Tensor, "*batch"]:
+    # Where no z exists there is nothing to learn. An undecided sample still has the value and the
+    # gradient of ℓ at its λ: that is how the paper trains with a solver that stops early.
+    return (status == Status.CONVERGED) | (status == Status.MAX_ITERATIONS)
+
+
+def _warn(status: Tensor) -> None:
+    without = int((~_learnable(status)).sum())
+    if without:
+        warnings.warn(
+            f"{without} of {status.numel()} samples have no solution. They add nothing to the loss "
+            "or its gradient; solution.report() says why.",
+            FailureWarning,
+            stacklevel=3,
+        )
+
+
 def bregman_loss(
     u: Float[Tensor, "*batch K"],
     y: Float[Tensor, "*batch K"],
@@ -145,7 +173,11 @@ def bregman_loss(
     """
     if y.shape != u.shape:
         raise _misshapen(y, u.shape, "u")
-    return _reduce(resolve(activation).divergence(y.to(u.dtype), u).sum(-1), reduction)
+    activation, y = resolve(activation), y.to(u.dtype)
+    loss = _reduce(activation.divergence(y, u).sum(-1), reduction)
+    if not transforming() and isnan(loss.sum().item()):
+        check_range("targets", y, activation)
+    return loss
 
 
 def _misshapen(y: Tensor, shape: torch.Size, name: str) -> ValueError:

@@ -1,5 +1,6 @@
 """Thin nn.Modules over `project`: the Lagrange units of the paper as layers."""
 
+import warnings
 from typing import final
 
 import torch
@@ -10,6 +11,7 @@ from taut.accept import Numbers, as_floating, check_matrix
 from taut.activations import Activation, resolve
 from taut.autograd import is_transformed, transforming, uncompiled
 from taut.maps import as_map
+from taut.outcome import FailureWarning
 from taut.pose import fitted
 from taut.prepare import Prepared, Unprepared, examined
 from taut.projection import OnFailure, check_settings, known, projected
@@ -52,12 +54,22 @@ class Projection(nn.Module):
         self.solver = solver
         self.on_failure: OnFailure = on_failure
         self._prepared: Prepared | None = None
+        self._warned = False  # of samples that fail
 
     def forward(
         self, v: Float[Tensor, "*batch K"], b: Float[Tensor, "*b_batch I"] | None = None
     ) -> Float[Tensor, "*batch K"]:
-        """z alone."""
-        return self.solve(v, b).z
+        """z alone. Where `on_failure` is "return", the first samples that fail are warned of."""
+        solution = self.solve(v, b)
+        if solution._outcome.failed > 0 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"this layer was told to return samples that fail, and has: {solution}. Use "
+                "layer.solve(v, b) to see their status. It will not be said again.",
+                FailureWarning,
+                stacklevel=2,
+            )
+        return solution.z
 
     def solve(
         self,

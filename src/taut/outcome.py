@@ -1,6 +1,6 @@
 """What became of the samples: verdicts with their messages, and the error that carries them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import final
@@ -53,8 +53,7 @@ _MESSAGES = {
     ),
     Status.INFEASIBLE: (
         "no z in the range of the activation satisfies A z = b: the multipliers hold a "
-        "certificate (taut.is_certificate). Check b, or use an activation with a wider range, "
-        "such as taut.activations.bounded or linear"
+        "certificate (taut.is_certificate). Check b, or use an activation with a wider range"
     ),
     Status.INCONSISTENT: (
         "redundant equations ask for different things: b is not in the span of A's columns. "
@@ -133,10 +132,23 @@ class SolveError(RuntimeError):
         return type(self), (self.args[0], self.status, self.residual)
 
 
-def failure(status: Tensor, residual: Tensor, given: Mapping[str, Tensor]) -> SolveError:
-    """The error to raise for these samples; `given` are the tensors of the problem, by name."""
+@final
+class FailureWarning(UserWarning):
+    """Some samples have no solution, and what was asked for was given without them.
+
+    >>> issubclass(FailureWarning, UserWarning)
+    True
+    """
+
+
+#: What can be said of a verdict on the sample at a place, beside `Status.message`.
+Remark = Callable[[Status, int], str]
+
+
+def failure(status: Tensor, residual: Tensor, remark: Remark) -> SolveError:
+    """The error to raise for these samples."""
     advice = 'Pass on_failure="return" to get all samples with their status instead.'
-    return SolveError(f"{explain(status, residual, given)}\n{advice}", status, residual)
+    return SolveError(f"{explain(status, residual, remark)}\n{advice}", status, residual)
 
 
 def tally(status: Tensor) -> dict[Status, int]:
@@ -150,7 +162,7 @@ def tally(status: Tensor) -> dict[Status, int]:
     return {Status(value): count for value, count in pairs}
 
 
-def explain(status: Tensor, residual: Tensor, given: Mapping[str, Tensor], shown: int = 5) -> str:
+def explain(status: Tensor, residual: Tensor, remark: Remark, shown: int = 5) -> str:
     """In words: how many samples failed, the first ones of each kind, and advice."""
     total = status.numel()
     failed = int((status != Status.CONVERGED).sum())
@@ -160,20 +172,23 @@ def explain(status: Tensor, residual: Tensor, given: Mapping[str, Tensor], shown
     for verdict, count in tally(status).items():
         if verdict is Status.CONVERGED:
             continue
-        where = (status == verdict).nonzero()[:shown]
-        names = [str(i.item() if i.numel() == 1 else tuple(i.tolist())) for i in where]
-        more = ", …" if count > shown else ""
-        at = f" (sample {', '.join(names)}{more})" if names[0] != "()" else ""
-        worst = residual[status == verdict].max().item()
-        size = f"largest |A z − b| {worst:.1e}"
-        lines.append(f"{count} {verdict.name}{at}, {size}: {verdict.message}.")
-        if verdict is Status.NONFINITE:
-            lines[-1] += _culprits(given)
+        here = status == verdict
+        names = places(here, shown)
+        at = f" (sample {names})" if names else ""
+        size = f"largest |A z − b| {residual[here].max().item():.1e}"
+        more = remark(verdict, int(here.reshape(-1).nonzero()[0]))
+        lines.append(f"{count} {verdict.name}{at}, {size}: {verdict.message}.{more}")
     return "\n".join(lines)
 
 
-def _culprits(given: Mapping[str, Tensor]) -> str:
-    """Which tensors hold what is not a number, and how often."""
-    bad = {name: int((~x.isfinite()).sum()) for name, x in given.items()}
-    found = [f"{n} of the {given[name].numel()} entries of {name}" for name, n in bad.items() if n]
-    return f" Not finite: {', '.join(found) or 'what they give; all entries are'}."
+def places(which: Tensor, shown: int = 5) -> str:
+    """The first samples of `which`, by index; nothing where there are no batch dimensions.
+
+    >>> places(torch.tensor([True, False, True]))
+    '0, 2'
+    """
+    if which.ndim == 0:
+        return ""
+    found = which.nonzero()
+    names = [str(i.item() if i.numel() == 1 else tuple(i.tolist())) for i in found[:shown]]
+    return ", ".join(names) + (", …" if len(found) > shown else "")

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from taut.accept import FLOATS, as_floating
+from taut.activations import Activation
 from taut.maps import as_map
+from taut.outcome import places
 from taut.prepare import Prepared, Unprepared
 from taut.problems import Linear
 
@@ -54,6 +56,19 @@ def pose(
     group = v.shape[-2] if v.ndim > 1 else 1
     flat = v.reshape(n, v.shape[-1])
     return Linear(prepared, flat, data, b, start, group), batch  # pyright: ignore
+
+
+def check_range(name: str, y: Tensor, activation: Activation) -> None:
+    """Refuse a y that is not in the closed range of σ."""
+    outside = ~activation.range.contains(y)
+    if bool(outside.any()):
+        lower, upper = activation.range.lower, activation.range.upper
+        samples = places(outside.any(-1))
+        raise ValueError(
+            f"{name} must lie in [{lower}, {upper}], the closed range of {activation.name!r}; got "
+            f"{y.detach()[outside][0].item():.6g}{f' in sample {samples}' if samples else ''}. "
+            "Clip them, leave these samples out, or use an activation with a wider range."
+        )
 
 
 def _data(prepared: Prepared | Unprepared, A: Tensor | None) -> Tensor:

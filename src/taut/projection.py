@@ -6,13 +6,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from taut.accept import Numbers
+from taut.accept import Numbers, as_floating
 from taut.activations import Activation, resolve
 from taut.autograd import is_transformed, transforming, uncompiled
 from taut.implicit import solve
 from taut.maps import as_map
 from taut.outcome import failure
-from taut.pose import fitted, pose
+from taut.pose import check_range, fitted, pose
 from taut.prepare import Prepared, Unprepared, examined
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
@@ -60,6 +60,47 @@ def project(
     return projected(known(A, chosen), v, A, b, solver, init, on_failure)
 
 
+def reconcile(
+    y: Float[Tensor, "*batch K"] | Numbers,
+    A: Float[Tensor, "*A_batch I K"] | Numbers | Prepared,
+    b: Float[Tensor, "*b_batch I"] | Numbers,
+    *,
+    activation: str | Activation | None = None,
+    solver: Solver = Newton(),
+    init: Float[Tensor, "*init_batch I"] | Solution | None = None,
+    on_failure: OnFailure = "raise",
+) -> Solution:
+    """The nearest z to y that satisfies A z = b, for predictions y that are there already.
+
+    Nearest in the geometry of the activation: B(z‖y) is least. y may lie anywhere in the closed
+    range; an output of y at an end of it stays there, and has gradient 0. Everything else is as
+    in `project`, whose v is the u(y) of the activation.
+
+    >>> import torch, taut
+    >>> y = torch.tensor([0.0, 2.0, 4.0])  # nothing, a third, two thirds
+    >>> taut.reconcile(y, torch.ones(1, 3), torch.tensor([12.0]), activation="exp").z
+    tensor([0.0000, 4.0000, 8.0000])
+    """
+    if isinstance(A, Prepared):
+        chosen = A.activation
+    else:
+        chosen = resolve("linear" if activation is None else activation)
+    y = as_floating("y", y, None)
+    if on_failure == "raise" and not transforming():
+        check_range("y", y, chosen)
+    v = _predictor(y, chosen)
+    return project(v, A, b, activation=activation, solver=solver, init=init, on_failure=on_failure)
+
+
+def _predictor(y: Tensor, activation: Activation) -> Tensor:
+    """u(y), infinite at the ends of the range, where its derivative is taken as 0."""
+    lower, upper = activation.range.bounds(y)
+    low, high = y == lower, y == upper
+    inside = torch.where(low | high, activation.sigma(torch.zeros_like(y)), y)
+    v = activation.inverse(inside)
+    return torch.where(low, -torch.inf, torch.where(high, torch.inf, v))
+
+
 def projected(
     prepared: Prepared | Unprepared,
     v: Tensor,
@@ -77,7 +118,7 @@ def projected(
     outcome = solve(problem, solver, on_failure == "raise")
     solution = Solution(problem, outcome, batch)
     if on_failure == "raise" and outcome.failed > 0:
-        raise failure(solution.status, solution.residual, problem.named)
+        raise failure(solution.status, solution.residual, problem.remark)
     return solution
 
 

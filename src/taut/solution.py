@@ -88,7 +88,7 @@ class Solution:
         >>> print(solution.report()[:50])
         1 of 2 samples could not be projected on A z = b.
         """
-        return explain(self.status, self.residual, self._problem.named)
+        return explain(self.status, self.residual, self._problem.remark)
 
     def __reduce__(self) -> tuple:
         return Solution, (self._problem, self._outcome, self.status.shape)

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from taut.activations.activation import Activation, Interval, Parameter
-from taut.activations.table import resolve, sigmoid
+from taut.activations.table import exp, linear, resolve, sigmoid
 
 
 @final
@@ -105,6 +105,8 @@ def _derive(
 
 
 def _parameter(name: str, value: Any) -> Parameter:
+    if not isinstance(value, (Tensor, int, float)):  # a list, or an array
+        value = torch.as_tensor(value, dtype=torch.float64)
     if isinstance(value, Tensor):
         if value.requires_grad:
             raise ValueError(
@@ -129,23 +131,47 @@ def _positive(name: str, value: Any) -> Parameter:
     return parameter
 
 
-def bounded(lower: float | Float[Tensor, "K"], upper: float | Float[Tensor, "K"]) -> Activation:
+def bounded(
+    lower: float | Float[Tensor, "K"] | Sequence[float],
+    upper: float | Float[Tensor, "K"] | Sequence[float],
+) -> Activation:
     """A sigmoid onto (lower, upper): lower + (upper − lower)·sigmoid(u).
+
+    With an end at infinity it is an exponential from the other, lower + eᵘ or upper − e⁻ᵘ; with
+    both, a line. An output whose two ends are the same is fixed there: a generator that is off.
 
     >>> bounded(-1.0, 3.0).sigma(torch.tensor([0.0]))
     tensor([1.])
+    >>> bounded([0.0, 2.0], [math.inf, 2.0]).sigma(torch.tensor([0.0, 5.0]))
+    tensor([1., 2.])
     """
     low, high = _parameter("lower", lower), _parameter("upper", upper)
-    width = high - low
-    if not _all((width > 0) & (width < math.inf)):
+    if not _all((low <= high) & (low < math.inf) & (high > -math.inf)):
         raise ValueError(
-            f"bounded needs finite lower < upper everywhere; got lower={lower!r}, upper={upper!r}. "
-            "For one open end use exp, for none use linear."
+            f"bounded needs lower ≤ upper everywhere; got lower={lower!r}, upper={upper!r}."
         )
-    return Affine(sigmoid, low, width, range=Interval(low, high)).activation("bounded")
+    if _all((high - low) < math.inf):
+        return Affine(sigmoid, low, high - low, range=Interval(low, high)).activation("bounded")
+    ends = torch.broadcast_tensors(torch.as_tensor(low), torch.as_tensor(high))
+    forms = [_between(*pair) for pair in torch.stack(ends, -1).reshape(-1, 2).tolist()]
+    return forms[0] if ends[0].ndim == 0 else mixed(forms)
 
 
-def weighted(activation: str | Activation, weights: float | Float[Tensor, "K"]) -> Activation:
+def _between(lower: float, upper: float) -> Activation:
+    """The `bounded` of one output."""
+    ends = Interval(lower, upper)
+    if upper - lower < math.inf:
+        return bounded(lower, upper)
+    if lower > -math.inf:
+        return Affine(exp, lower, range=ends).activation("bounded")
+    if upper < math.inf:
+        return Affine(exp, upper, -1.0, -1.0, range=ends).activation("bounded")
+    return linear
+
+
+def weighted(
+    activation: str | Activation, weights: float | Float[Tensor, "K"] | Sequence[float]
+) -> Activation:
     """d·σ(u), weights d > 0: for example design weights of a survey.
 
     >>> weighted("exp", 2.0).sigma(torch.tensor([0.0]))
@@ -154,7 +180,9 @@ def weighted(activation: str | Activation, weights: float | Float[Tensor, "K"]) 
     return _derive("weighted", activation, 0.0, _positive("weights", weights), 1.0)
 
 
-def tempered(activation: str | Activation, temperature: float | Float[Tensor, "K"]) -> Activation:
+def tempered(
+    activation: str | Activation, temperature: float | Float[Tensor, "K"] | Sequence[float]
+) -> Activation:
     """σ(u/τ), temperature τ > 0: a small τ is a hard decision.
 
     >>> tempered("linear", 0.5).sigma(torch.tensor([1.0]))

@@ -114,7 +114,12 @@ _parallel = _pool()
 
 
 def _function(name: str) -> tuple[Callable[[Any], None], c_void_p]:
-    function = getattr(_library, f"taut_{name}_{_variant}")
+    function = getattr(_library, f"taut_{name}_{_variant}", None)
+    if function is None:
+        raise ImportError(
+            f"the compiled kernel knows no {name!r}: it is of other sources than this package. "
+            "Install taut again, or set TAUT_KERNEL=0."
+        )
     function.argtypes, function.restype = [c_void_p], None
     return function, ctypes.cast(function, c_void_p)
 

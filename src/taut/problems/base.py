@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from taut.outcome import Status
 from taut.systems import Known
 
 
@@ -25,6 +26,14 @@ class Problem(ABC):
     @abstractmethod
     def named(self) -> Mapping[str, Tensor]:
         """The inputs by the names that users know."""
+
+    def remark(self, verdict: Status, sample: int) -> str:
+        """What else can be said of this verdict on that sample: a sentence, or nothing."""
+        if verdict is not Status.NONFINITE:
+            return ""
+        bad = {name: int((~x.isfinite()).sum()) for name, x in self.named.items()}
+        found = [f"{n} of the {self.named[k].numel()} entries of {k}" for k, n in bad.items() if n]
+        return f" Not finite: {', '.join(found) or 'what they give; all entries are'}."
 
     @abstractmethod
     def over(self, *inputs: Tensor) -> "Problem":
