@@ -77,7 +77,7 @@ def _terms(block: Block, solution: Solution, weights: Tensor) -> Tensor:
 def _compiled(block: Block) -> bool:
     """Does the compiled backend solve every row of the block?"""
     tensors = block.tensors()
-    prepared = taut.prepare(tensors["A"], block.law.activation)
+    prepared = block.prepare()
     problem, _ = pose(prepared, tensors["v"], None, tensors["b"], tensors["init"])
     return prepared.backend.attempt(problem, taut.Newton().rules).failed == 0
 

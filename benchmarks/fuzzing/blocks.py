@@ -86,6 +86,11 @@ class Block:
             warnings.simplefilter("ignore", taut.ConditionWarning)
             return taut.project(**tensors, activation=self.law.activation, on_failure="return")
 
+    def prepare(self) -> taut.Prepared:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", taut.ConditionWarning)
+            return taut.prepare(self.tensors()["A"], self.law.activation)
+
     def solve(self) -> taut.Solution:
         return self.project(self.tensors())
 
