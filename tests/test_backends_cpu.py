@@ -222,3 +222,12 @@ def test_problems_are_recorded_for_other_machines(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "problems").stat().st_size > 10**6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_redundant_equation_keeps_no_sample_open(dtype):
+    """Its b, once rounded, disagrees with those that imply it in the last digit."""
+    A = torch.randint(-3, 4, (19, 48)).to(dtype)
+    A[-1] = A[0] + A[1]
+    b = (torch.sigmoid(torch.randn(512, 48)) @ A.double().T).to(dtype)
+    assert attempt(torch.randn(512, 48, dtype=dtype), A, b, "sigmoid").failed == 0

@@ -143,7 +143,7 @@ INLINE mask judge(const Plan *p, const Solve *s, Work *x, lanes stalls, mask *re
     mask stopped = near & ((size <= own) | stuck);
     if (!any(stopped)) return solved;
     sizes_of_outputs(p, x);
-    mask met = measure(p, x, 1.0, 0, size) <= s->cap;
+    mask met = measure(p, x, 1.0, 1.0, 0, size) <= s->cap;
     *rest = stopped & ~met;
     return solved | (stopped & met);
 }
@@ -177,7 +177,7 @@ PART void settle(const Plan *p, const Solve *s, Work *x, mask *which) {
         }
     }
     sizes_of_outputs(p, x);
-    *which = fine & (measure(p, x, 1.0, 0, x->relative) <= s->cap);
+    *which = fine & (measure(p, x, 1.0, 1.0, 0, x->relative) <= s->cap);
 }
 
 /* Where a row is at, or beyond, an end of what it can come to: see held.py */

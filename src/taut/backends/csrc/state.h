@@ -66,16 +66,18 @@ static void *make_room(const Plan *p, Work *x) {
 }
 
 /* The residual over |b| + share·|A||z|; `roughly` with what |A||z| can be at most instead. Else
- * |z| is in y, or z itself where no a·z is negative. */
-INLINE lanes measure(const Plan *p, Work *x, double share, int roughly, lanes most) {
+ * |z| is in y, or z itself where no a·z is negative. Equations left out, behind those kept, are as
+ * exact as the b of those that imply them: their part is over |b| + |A||z|, times `implied`. */
+INLINE lanes measure(const Plan *p, Work *x, double share, double implied, int roughly, lanes most) {
     lanes largest = all(0.0), terms[TILE];
     for (int64_t i = 0; i < p->rows; i += TILE) {
         if (!roughly) apply(p, p->positive ? x->z : x->y, i, 0, terms);
         for (int t = 0; t < TILE; t++) {
             lanes size = roughly ? p->sizes[i + t] * most : terms[t];
-            lanes scale = absolute(x->b[i + t]) + share * size;
+            lanes scale = absolute(x->b[i + t]) + (i + t < p->kept ? share : 1.0) * size;
             scale = at_most(at_least(scale, all(0x1p-1022)), all(0x1.fp997));
-            largest = larger(largest, absolute(x->residual[i + t]) / scale);
+            lanes part = absolute(x->residual[i + t]) / scale;
+            largest = larger(largest, i + t < p->kept ? part : implied * part);
         }
     }
     return largest;
@@ -121,12 +123,14 @@ INLINE void compare(const Plan *p, const Solve *s, Work *x, lanes most) {
         apply(p, x->z, i, 1, sum);
         for (int t = 0; t < TILE; t++) x->residual[i + t] = sum[t] - x->b[i + t];
     }
-    x->relative = measure(p, x, s->share, 1, most);
+    const double enough = s->single || s->cap < 1e-13 ? s->cap : 1e-13;
+    const double implied = s->target < enough ? s->target / enough : 1.0;
+    x->relative = measure(p, x, s->share, implied, 1, most);
     /* In truth it is no less. Where that is clearly too much, it need not be known better. */
     mask far = x->relative > (s->target > FAR ? s->target : FAR);
     if (!any(~far)) return;
     sizes_of_outputs(p, x);
-    x->relative = choose(far, x->relative, measure(p, x, s->share, 0, most));
+    x->relative = choose(far, x->relative, measure(p, x, s->share, implied, 0, most));
 }
 
 /* Everything at the multipliers */
