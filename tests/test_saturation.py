@@ -103,8 +103,12 @@ def test_first_and_second_derivatives_are_right_wherever_a_sample_converges(name
         torch.tensor([[1.0, 1, 0, 1, 0, 0], [0, 1, 1, 0, 1, 0], [1, 2, 1, 1, 1, 0]]),
         torch.tensor([[1.0, 1, 1, 0, 0, 0], [1, 1, 1 + 1e-6, 0, 0, 0], [0, 0, 0, 1, 1, 1]]),
         torch.tensor([[1e5, 1e5, 1e5, 0, 0, 0], [0, 0, 1e-5, 1e-5, 1e-5, 1e-5]]),
+        torch.tensor(
+            [[1.0, 2, 1, 1, 0, 0], [1, 0, -1, 1, 0, 0], [1, 1, 0, 1, 0, 0], [0, 1, 1, 0, 0, 0]]
+        )
+        * torch.tensor([[2.0**13], [2.0**5], [1.0], [2.0**-13]]),
     ],
-    ids=["redundant", "nearly redundant", "of very different size"],
+    ids=["redundant", "nearly redundant", "of very different size", "redundant, of different size"],
 )
 @pytest.mark.filterwarnings("ignore:A is ill-conditioned")
 def test_whatever_the_equations(A):

@@ -73,6 +73,14 @@ class Basis(ABC):
         """Of all multipliers that move u alike, the smallest."""
         return self.project(multipliers)
 
+    def inward(self, x: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        """`project` at the equations kept, to the digits of each: for derivatives."""
+        return self.project(x)
+
+    def outward(self, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        """`least` of multipliers that are 0 for equations left out, to the digits of each."""
+        return self.least(multipliers)
+
     def folded(self, scale: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """For each equation the size of what it is made of: of those that imply it, if left out."""
         return scale
@@ -148,6 +156,28 @@ class Reduced(Basis):
     def project(self, x: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         # Not by one matrix: however `dual` is rounded, x moves along N only, and so moves no u.
         return x - _times(self.null.mT, _times(self.dual, x))
+
+    def inward(self, x: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        return _times(self._inverse, x)
+
+    def outward(self, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        return _times(self._inverse.mT, multipliers)
+
+    @cached_property
+    def _inverse(self) -> Float[Tensor, "*n I I"]:
+        """(FᵀF)⁻¹Fᵀ of F = `fold`, by which Fy is the part of x in the range of A.
+
+        Not x less what is out of the range: where equations differ much in size, a small one has
+        so little of x that nothing would be left but rounding.
+        """
+        whole = torch.cat([self.fold, torch.diag_embed(self.out.to(self.fold.dtype))], -2)
+        # Large rows first, or they would drown the small ones within the factorisation.
+        column = whole.abs().amax(-2, keepdim=True)
+        order = (whole / column).abs().amax(-1).argsort(-1, descending=True).unsqueeze(-1)
+        Q, R = torch.linalg.qr(whole.gather(-2, order.expand_as(whole)))
+        Q = torch.zeros_like(Q).scatter(-2, order.expand_as(Q), Q)
+        inverse = torch.linalg.solve_triangular(R, Q.mT, upper=True)[..., : self.fold.shape[-2]]
+        return inverse.masked_fill(self.out.unsqueeze(-1), 0)
 
     def folded(self, scale: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         return _times(self.fold.abs(), scale)

@@ -334,7 +334,7 @@ class Cpu:
         if left == n:  # perhaps for want of memory, without a look at any
             db.fill_(torch.nan)
         if self._redundant:
-            db = self._basis.least(db.to(torch.float64)).to(db.dtype)
+            db = self._basis.outward(db.to(torch.float64)).to(db.dtype)
         return dv, db, left
 
     def loss(
