@@ -65,8 +65,8 @@ def test_straight_outputs_far_from_v(dtype, alone, name, redundant):
     row = taut.activations.mixed(3 * ["linear", "sigmoid"]) if name == "mixed" else name
     A = torch.randn(20, 5, 6) if alone else torch.randn(5, 6)
     if redundant:
-        A = torch.cat([A[..., :4, :], A[..., :2, :].sum(-2, keepdim=True)], -2)
-        A = (64 * A).round() / 64  # so that float32 has it exactly
+        A = (64 * A[..., :4, :]).round() / 64  # so that float32 has the sum exactly
+        A = torch.cat([A, A[..., :2, :].sum(-2, keepdim=True)], -2)
     z = taut.activations.resolve(row).sigma(torch.randn(20, 6))
     v = 1e6 * (torch.randn(20, 1, A.shape[-2]) @ A).squeeze(-2)
     b = (A @ z.unsqueeze(-1)).squeeze(-1)
@@ -74,10 +74,8 @@ def test_straight_outputs_far_from_v(dtype, alone, name, redundant):
     if redundant:
         b[..., 4] = b[..., :2].sum(-1)
     solution = project(v, A, b, activation=row, on_failure="return")
-    if name != "mixed":
-        assert solution.converged.all()
-    kept = ratio(solution, A, b)[solution.converged]
-    assert len(kept) > 5 and (kept <= TOLERANCE[dtype]).all()
+    assert solution.converged.all()
+    assert (ratio(solution, A, b) <= TOLERANCE[dtype]).all()
 
 
 def test_a_tolerance_of_ones_own_takes_its_place():
@@ -338,3 +336,29 @@ def test_a_proof_is_one_at_any_size(size):
     A, b = torch.ones(1, 2), torch.tensor([3.0])
     assert is_certificate(torch.tensor([size]), A, b, "sigmoid")
     assert not is_certificate(torch.tensor([size]), A, b / 3, "sigmoid")
+
+
+# Samples that are hard, or hopeless.
+
+
+@pytest.mark.parametrize(("name", "size"), [("sigmoid", 1e4), ("tanh", 1e4), ("exp", 300.0)])
+def test_large_logits_with_targets_inside_are_decided(name, size):
+    """Logits of 1e4 are a low temperature: nearly all converge, none is called anything wrong."""
+    row, A = taut.activations.resolve(name), torch.randn(6, 20)
+    b = row.sigma(torch.randn(64, 20)) @ A.mT
+    v = size * (2 * torch.rand(64, 20) - 1)
+    solution = project(v, A, b, activation=name, on_failure="return")
+    assert solution.converged.double().mean() > 0.95
+    undecided = {Status.CONVERGED, Status.MAX_ITERATIONS}
+    assert set(map(Status, solution.status.tolist())) <= undecided
+    assert (ratio(solution, A, b)[solution.converged] <= 1e-12).all()
+
+
+def test_what_makes_no_progress_is_given_up():
+    """Zeros that only several equations force: the residual falls with its own scale."""
+    A = torch.tensor([[1.0, -1.0, 0.0], [1.0, -2.0, 0.0], [0.0, 0.0, 1.0]])
+    b = torch.tensor([0.0, 0.0, 1.0])
+    solver = taut.Newton(max_iterations=100_000)
+    solution = project(torch.zeros(3), A, b, activation="exp", solver=solver, on_failure="return")
+    assert solution.status in (Status.MAX_ITERATIONS, Status.CONVERGED)
+    assert solution.iterations < 1000

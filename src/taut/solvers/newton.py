@@ -11,10 +11,16 @@ from torch import Tensor
 from taut.backends import Rules
 from taut.outcome import Outcome, Status
 from taut.problems import Linear, Problem
+from taut.solvers.anneal import anneal
 from taut.solvers.around import held_outputs, portions, whole, without
 from taut.solvers.base import Solver, enter, leave
 from taut.solvers.step import Search, State, newton_step, worth_leaving_out
 from taut.solvers.verdict import Verdicts, judge
+
+# What is not decided after so many iterations begins again, by annealing, if logits are large.
+_PATIENCE, _LARGE = 20, 10.0
+# A residual that was not halved in so many iterations is given up.
+_STALLED = 100
 
 
 @final
@@ -100,8 +106,9 @@ def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     for iteration in range(search.rules.max_iterations + 1):
         stalls = progress.stalled(state)
         verdicts = judge(search, state, progress.open, stalls, iteration)
+        verdicts = verdicts.given_up(progress.idle >= _STALLED)
         if iteration == search.rules.max_iterations:
-            verdicts = verdicts.final()
+            verdicts = verdicts.given_up(progress.open)
         fresh = progress.open & (verdicts.status >= 0)
         count = int(fresh.sum())
         if count:
@@ -112,6 +119,8 @@ def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
         if worth_leaving_out(open, state):
             left = progress.open.nonzero().squeeze(-1)
             search, state, progress = search.take(left), state.take(left), progress.take(left)
+        if iteration == _PATIENCE:
+            state, progress = _annealed(search, state, progress)
         closed = None if open == len(state.u) else ~progress.open
         state = newton_step(search, state, closed)
     multipliers = task.basis.least(task.basis.leave(found.multipliers))
@@ -119,6 +128,20 @@ def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
         proven = (found.status == Status.INFEASIBLE).unsqueeze(-1)
         multipliers = torch.where(proven, found.proofs, multipliers)
     return multipliers, found.u, found.z, found.iterations, found.status
+
+
+def _annealed(search: Search, state: State, progress: "_Progress") -> tuple[State, "_Progress"]:
+    """With another start for the samples that are still open, if their logits are large."""
+    large = search.task.v.abs().amax(-1) > _LARGE
+    index = (progress.open & large).nonzero().squeeze(-1)
+    if len(index) == 0:
+        return state, progress
+    part, done = anneal(search.take(index), state.take(index))
+    state.write(index, part)
+    moved = index[done]
+    best, least = (x.index_fill(0, moved, torch.inf) for x in (progress.best, progress.least))
+    stalls, idle = (x.index_fill(0, moved, 0) for x in (progress.stalls, progress.idle))
+    return state, progress._replace(best=best, stalls=stalls, least=least, idle=idle)
 
 
 @final
@@ -173,17 +196,24 @@ class _Progress(NamedTuple):
     open: Bool[Tensor, "n"]
     best: Float[Tensor, "n"]  # the smallest `relative` so far
     stalls: Int[Tensor, "n"]  # for how many iterations it has not been halved
+    least: Float[Tensor, "n"]  # the smallest |A z − b| so far
+    idle: Int[Tensor, "n"]  # for how many iterations neither has been halved
 
     @staticmethod
     def start(state: State) -> "_Progress":
         place = torch.arange(len(state.u), device=state.u.device)
         best = torch.full_like(state.relative, torch.inf)
-        return _Progress(place, place >= 0, best, torch.zeros_like(place))
+        zero = torch.zeros_like(place)
+        return _Progress(place, place >= 0, best, zero, best, zero)
 
     def after(self, state: State, fresh: Bool[Tensor, "n"], stalls: Tensor) -> "_Progress":
         """With this state and its verdicts."""
         best = torch.minimum(self.best, state.relative)
-        return _Progress(self.place, self.open & ~fresh, best, stalls)
+        # exp on its way down to a small b: the residual falls, and its scale with it.
+        size = state.residual.abs().amax(-1) if state.residual.shape[-1] else state.relative
+        idle = (self.idle + 1).masked_fill_((size < 0.5 * self.least) | (stalls == 0), 0)
+        least = torch.minimum(self.least, size)
+        return _Progress(self.place, self.open & ~fresh, best, stalls, least, idle)
 
     def stalled(self, state: State) -> Int[Tensor, "n"]:
         """`stalls` with this state in it."""

@@ -26,10 +26,10 @@ class Verdicts(NamedTuple):
     proofs: Float[Tensor, "n I"] | None = None  # certificates of the infeasible ones
     settled: tuple[Tensor, State] | None = None  # samples that converge after a last correction
 
-    def final(self) -> "Verdicts":
-        """No sample stays open."""
-        status = self.status.where(self.status >= 0, int(Status.MAX_ITERATIONS))
-        return self._replace(status=status)
+    def given_up(self, which: Bool[Tensor, "n"]) -> "Verdicts":
+        """The samples of `which` without a verdict stay undecided."""
+        undecided = which & (self.status < 0)
+        return self._replace(status=self.status.masked_fill(undecided, int(Status.MAX_ITERATIONS)))
 
 
 def judge(
