@@ -32,11 +32,14 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="or after this long")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first block")
-    parser.add_argument("--most", type=int, default=MOST, help="rows in a block")
+    parser.add_argument("--most", type=int, help="rows in a block; else so that there are many")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="0: none more")
     parser.add_argument("--out", type=Path, help="write tables and counts as JSON")
     parser.add_argument("--shown", type=int, default=5, help="failures printed in full")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.most is None:
+        options.most = max(16, min(MOST, options.rows // 200))
+    return options
 
 
 def fuzz(options: argparse.Namespace, console: Console) -> Tally:

@@ -17,9 +17,12 @@ from fuzzing.matrices import Matrices, draw_matrices
 
 Array = NDArray[np.floating]
 
-# What b is made from. All but the last three are feasible by construction.
-TARGETS = ("interior", "planted", "edge", "boundary", "infeasible", "inconsistent", "nonfinite")
-_SHARES = np.array([0.38, 0.14, 0.12, 0.10, 0.14, 0.09, 0.03])
+# What b is made from. All but the last three are feasible by construction. In "ends" an equation
+# is at an end of what it can reach.
+TARGETS = (
+    "interior", "planted", "edge", "ends", "boundary", "infeasible", "inconsistent", "nonfinite",
+)  # fmt: skip
+_SHARES = np.array([0.36, 0.14, 0.10, 0.06, 0.08, 0.14, 0.09, 0.03])
 STARTS = ("none", "zero", "good", "random", "absurd")
 LOGITS = ("≤10", "≤60", "≤1000", "≤1e6")
 _WORK = 6e7  # multiplications in one Hessian of the whole block
@@ -111,11 +114,14 @@ def make_block(seed: int, number: int, most: int = MOST) -> Block:
     shared = bool(rng.random() < 0.75)
     n = int(min(most, max(8, _WORK / (1 + I * I * K + 500 * I))))
     n = n if shared else int(min(n, max(8, _MEMORY / (1 + I * K))))
-    matrices = draw_matrices(rng, 1 if shared else n, I, K, _facing(rng, law))
+    wide = dtype is np.float64
+    matrices = draw_matrices(rng, 1 if shared else n, I, K, _facing(rng, law), wide)
     A = matrices.A.astype(dtype)
     target = _draw_targets(rng, n, law, matrices)
     v, logits = _draw_logits(rng, n, law, dtype)
     truth, good, target = _draw_truth(rng, law, matrices, A, v, target)
+    if matrices.kind == "balances":
+        v, truth = _balance(rng, law, v, truth, target)
     b = _product(A, truth).astype(dtype)
     if matrices.left is not None:
         b = _contradict(rng, matrices.left, b, target, dtype)
@@ -151,7 +157,7 @@ def _draw_targets(rng: Rng, n: int, law: Law, matrices: Matrices) -> NDArray[np.
     if not edged or matrices.A.shape[1] == 0:
         shares[[TARGETS.index("edge"), TARGETS.index("infeasible")]] = 0
     if not ended.any():
-        shares[TARGETS.index("boundary")] = 0
+        shares[[TARGETS.index("boundary"), TARGETS.index("ends")]] = 0
     if matrices.left is None:
         shares[TARGETS.index("inconsistent")] = 0
     return rng.choice(len(TARGETS), size=n, p=shares / shares.sum())
@@ -204,6 +210,8 @@ def _draw_truth(
             10 * gap * (np.abs(y).sum(1, keepdims=True) + width) / np.where(length > 0, length, 1)
         )
         truth[beyond] = (extreme + push * y)[beyond]
+        ends = target == TARGETS.index("ends")
+        truth[ends] = _ends_of_a_row(rng, law, A, interior)[ends]
     boundary = target == TARGETS.index("boundary")
     truth[boundary] = _at_ends(rng, law, interior)[boundary]
     return truth, good, target
@@ -224,6 +232,33 @@ def _extreme(
     lower, upper = law.ends
     end = np.where(y > 0, upper, np.where(y < 0, lower, interior))
     return np.where(np.isfinite(end), end, interior), y
+
+
+def _ends_of_a_row(rng: Rng, law: Law, A: Array, interior: Array) -> Array:
+    """The outputs of one equation where they make it least or most, if these ends are finite."""
+    n, I = len(interior), A.shape[1]
+    row = np.broadcast_to(A, (n, *A.shape[1:]))[np.arange(n), rng.integers(I, size=n)]
+    row = row * rng.choice([-1, 1], size=(n, 1))
+    end = np.where(row > 0, law.ends[1], np.where(row < 0, law.ends[0], interior))
+    return np.where(np.isfinite(end).all(1, keepdims=True), end, interior)
+
+
+def _balance(
+    rng: Rng, law: Law, v: Array, truth: Array, target: NDArray[np.int64]
+) -> tuple[Array, Array]:
+    """Of interior rows: in and out alike, so that b is 0, and with exp, flows of any size."""
+    inside, K = target == 0, v.shape[1] // 2 * 2
+    alike = all((x[0:K:2] == x[1:K:2]).all() for x in law.ends)
+    if not alike:
+        return v, truth
+    truth = truth.copy()
+    truth[inside, 1:K:2] = truth[inside, 0:K:2]
+    size = np.log(10) * rng.uniform(-9, 3, size=(len(v), K // 2)).repeat(2, axis=1)
+    size = size * law.temperature[:K] * law.grows[:K] * inside[:, None]
+    moved = v.copy()
+    moved[:, :K] = np.clip(v[:, :K], -10, 10) * inside[:, None] + v[:, :K] * ~inside[:, None]
+    moved[:, :K] += size.astype(v.dtype)
+    return moved, truth
 
 
 def _at_ends(rng: Rng, law: Law, interior: Array) -> Array:

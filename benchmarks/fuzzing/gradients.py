@@ -189,7 +189,7 @@ def check_gradients(block: Block) -> tuple[list[tuple[int, str]], Counter[str]]:
     rows = np.sort(rng.permutation(n)[:_EACH])
     A = np.ascontiguousarray(block.A[rows] if len(block.A) == n else block.A.repeat(len(rows), 0))
     init = None if block.init is None else torch.from_numpy(block.init[rows].copy())
-    asked = Asked.draw(rng, np.nan_to_num(A), block.dtype)
+    asked = Asked.draw(rng, np.nan_to_num(A, posinf=0, neginf=0), block.dtype)
 
     def solve(v: Tensor, A: Tensor, b: Tensor) -> taut.Solution:
         return block.project({"v": v, "A": A, "b": b, "init": init})

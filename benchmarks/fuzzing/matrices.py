@@ -10,11 +10,14 @@ from fuzzing.laws import Rng
 Array = NDArray[np.float64]
 
 KINDS = {
-    "dense": 0.35,  # normal entries
+    "dense": 0.25,  # normal entries
     "whole": 0.15,  # −1, 0, 1: incidences and sums; A z* is then often exact
-    "scaled": 0.15,  # rows up to 1e8 apart
-    "conditioned": 0.15,  # singular values up to 1e8 apart
-    "redundant": 0.20,  # rows that are combinations of others, copies or zero
+    "scaled": 0.12,  # rows up to 1e8 apart
+    "extreme": 0.06,  # rows up to 1e300 apart, 1e30 in float32
+    "units": 0.10,  # columns up to 1e8 apart: outputs in kilograms and in tons
+    "balances": 0.07,  # as much in as out, of large flows and of traces; b is often 0
+    "conditioned": 0.10,  # singular values up to 1e8 apart
+    "redundant": 0.15,  # rows that are combinations of others, copies or zero
 }
 
 
@@ -32,10 +35,13 @@ class Matrices:
     cone: int
 
 
-def draw_matrices(rng: Rng, n: int, I: int, K: int, facing: NDArray[np.int8] | None) -> Matrices:
+def draw_matrices(
+    rng: Rng, n: int, I: int, K: int, facing: NDArray[np.int8] | None, wide: bool
+) -> Matrices:
     """n random (I, K) matrices. `facing` (K,) asks for a first row with these signs (0: zero).
 
-    Such a row gives half-infinite ranges an edge that b can be put at or beyond.
+    Such a row gives half-infinite ranges an edge that b can be put at or beyond. `wide` says that
+    the numbers are of float64.
     """
     kind = str(rng.choice(list(KINDS), p=list(KINDS.values())))
     if I == 0:
@@ -44,11 +50,17 @@ def draw_matrices(rng: Rng, n: int, I: int, K: int, facing: NDArray[np.int8] | N
         return _redundant(rng, n, I, K, facing)
     if kind == "conditioned":
         return Matrices(kind, _conditioned(rng, n, I, K), None, -1)
+    if kind == "balances" and K > 1:
+        return Matrices(kind, _balances(n, min(I, K // 2), I, K), None, -1)
     A = _whole(rng, n, I, K) if kind == "whole" else rng.normal(size=(n, I, K))
     cone = _face(A, facing)
     if kind == "scaled":
         A = A * 10.0 ** rng.uniform(-4, 4, size=(n, I, 1))
-    return Matrices("dense" if kind == "redundant" else kind, A, None, cone)
+    if kind == "extreme":
+        A = A * 10.0 ** ((150 if wide else 15) * rng.uniform(-1, 1, size=(n, I, 1)))
+    if kind == "units":
+        A = A * 10.0 ** rng.uniform(-4, 4, size=(n, 1, K))
+    return Matrices("dense" if kind in ("redundant", "balances") else kind, A, None, cone)
 
 
 def _face(A: Array, facing: NDArray[np.int8] | None) -> int:
@@ -66,6 +78,14 @@ def _whole(rng: Rng, n: int, I: int, K: int) -> Array:
     place = np.arange(I)
     A[:, :, :I] = np.triu(A[:, :, :I])
     A[:, place, place] = 1
+    return A
+
+
+def _balances(n: int, pairs: int, I: int, K: int) -> Array:
+    """Row i: outputs 2i, 2i + 2I', … less outputs 2i + 1, …; rows beyond I' are empty."""
+    A = np.zeros((n, I, K))
+    for k in range(K // 2 * 2):
+        A[:, k // 2 % pairs, k] = 1 - 2 * (k % 2)
     return A
 
 

@@ -149,12 +149,14 @@ def second_method(block: Block, row: int) -> tuple[Array, Array] | None:
     if not len(A):
         z = law.sigma(v)
         return z, 64 * block.eps * (np.abs(law.shift) + law.scale + np.abs(z) * (1 + np.abs(v)))
-    left, values, right = np.linalg.svd(A, full_matrices=False)
+    norms = np.linalg.norm(A, axis=1)
+    norms = np.where(norms > 0, norms, 1)
+    left, values, right = np.linalg.svd(A / norms[:, None], full_matrices=False)
     live = values > 1e-10 * values[0]
     if values[0] > 1e4 * values[live].min(initial=values[0]) or values[0] == 0:
         return None
     # Orthonormal rows Q = back·A: the same set of z, in other coordinates.
-    Q, back = right[live], (left[:, live] / values[live]).T
+    Q, back = right[live], (left[:, live] / values[live]).T / norms
     start = np.random.default_rng([block.seed, block.number, row]).normal(size=len(Q)) - Q @ v
     goal = back @ b
 

@@ -122,7 +122,7 @@ class Unprepared:
         raise RuntimeError("A cannot be looked at here.")
 
     def basis_of(self, A: LinearMap) -> Basis:
-        return _basis(A)
+        return _basis(A, warn=False)  # for derivatives: the solve has warned
 
     def basis_in(self, dtype: torch.dtype) -> Basis:
         raise RuntimeError("A cannot be looked at here.")
@@ -183,10 +183,10 @@ def _prepared(A: Tensor, activation: Activation, flat: LinearMap, version: int |
     return Prepared(A, activation, flat, basis, backend, finite, version)
 
 
-def _basis(A: LinearMap) -> Basis:
+def _basis(A: LinearMap, warn: bool = True) -> Basis:
     """What there is to know of A, in float64 where the device has it."""
     data = A.data.detach()
     number = data.where(data.isfinite(), 0).to(wide(data))
     if A.sparse:
         return unexamined(A.over(number))
-    return analyse(number, torch.finfo(data.dtype).eps)
+    return analyse(number, torch.finfo(data.dtype).eps, warn)

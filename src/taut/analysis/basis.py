@@ -81,6 +81,14 @@ class Basis(ABC):
         """`least` of multipliers that are 0 for equations left out, to the digits of each."""
         return self.least(multipliers)
 
+    def smallest(self, A: LinearMap, v: Tensor, raw: Tensor, eps: float) -> Tensor:
+        """Of all multipliers that give the u of `raw`, the smallest."""
+        least = self.least(raw)
+        # It moves u where equations are redundant to the rounding of their largest entries only.
+        moved = A.adjoint(least - raw).abs()
+        scale = A.abs().adjoint(least.abs() + raw.abs()) + v.abs()
+        return torch.where((moved <= 8 * eps * scale).all(-1, keepdim=True), least, raw)
+
     def folded(self, scale: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """For each equation the size of what it is made of: of those that imply it, if left out."""
         return scale

@@ -33,7 +33,7 @@ def unexamined(A: LinearMap) -> Plain:
     return Plain(A, A.data.new_tensor(torch.nan))
 
 
-def analyse(A: Float[Tensor, "*n I K"], precision: float) -> Basis:
+def analyse(A: Float[Tensor, "*n I K"], precision: float, warn: bool = True) -> Basis:
     """Look at a dense A, (I, K) or (N, I, K), which must be finite.
 
     Equations are redundant if they are so to the rounding of A's dtype, in which the solve runs.
@@ -45,16 +45,16 @@ def analyse(A: Float[Tensor, "*n I K"], precision: float) -> Basis:
     """
     exponent = torch.frexp(A.abs().amax(-1) if A.shape[-1] else A.sum(-1)).exponent
     if not bool((exponent.abs() > _SQUARED).any()):
-        return _analyse(A, precision)
+        return _analyse(A, precision, warn)
     # One scale for all rows where they allow it: the smallest multipliers are then the smallest.
     top = exponent.amax(-1, keepdim=True)
     alike = (((top - exponent) <= _SQUARED) | (A == 0).all(-1)).all(-1, keepdim=True)
     exponent = torch.where(alike, top, exponent)
     scale = torch.ldexp(torch.ones_like(A[..., 0]), -exponent.clamp(-1000, 1000))
-    return Scaled(_analyse(scale.unsqueeze(-1) * A, precision), scale)
+    return Scaled(_analyse(scale.unsqueeze(-1) * A, precision, warn), scale)
 
 
-def _analyse(A: Float[Tensor, "*n I K"], precision: float) -> Basis:
+def _analyse(A: Float[Tensor, "*n I K"], precision: float, warn: bool) -> Basis:
     norms = A.norm(dim=-1, keepdim=True)
     unit = A / norms.where(norms > 0, 1)
     factor, info = torch.linalg.cholesky_ex(unit @ unit.mT)
@@ -66,7 +66,7 @@ def _analyse(A: Float[Tensor, "*n I K"], precision: float) -> Basis:
     basis = _reduced(A, unit, norms) if A.ndim == 2 else None
     basis = basis or _examined(A, unit, norms)
     worst = basis.condition.max().item()
-    if worst * precision**0.5 > 1:
+    if warn and worst * precision**0.5 > 1:
         warnings.warn(
             f"A is ill-conditioned: its rows, scaled to length 1, have condition number about "
             f"{worst:.0e}. A z = b pins z down to {worst * precision:.0e} of its size only, and "

@@ -295,7 +295,9 @@ class Cpu:
         if unsolved == n:  # perhaps for want of memory, without a look at any
             status.fill_(-1)
         if self._redundant:
-            multipliers = self._basis.least(multipliers.to(torch.float64)).to(dtype)
+            raw, A = multipliers.to(torch.float64), self._basis.map
+            eps = torch.finfo(dtype).eps
+            multipliers = self._basis.smallest(A, v.to(torch.float64), raw, eps).to(dtype)
         return Outcome(z, multipliers, u, residual, iterations, status, unsolved)
 
     def pullback(

@@ -22,7 +22,7 @@ def held_outputs(problem: Linear) -> Held | None:
     prepared = problem.prepared
     rows, columns = prepared.map.shape
     known = prepared.reach() if 0 < rows * columns <= _ROOM else None
-    if known is None:
+    if known is None or (prepared.map.shared and not prepared.finite):
         return None
     dtype, eps = known.least.dtype, torch.finfo(problem.v.dtype).eps
     A = prepared.map.over(problem.data.to(dtype))

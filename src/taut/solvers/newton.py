@@ -123,7 +123,10 @@ def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
             state, progress = _annealed(search, state, progress)
         closed = None if open == len(state.u) else ~progress.open
         state = newton_step(search, state, closed)
-    multipliers = task.basis.least(task.basis.leave(found.multipliers))
+    multipliers = task.basis.leave(found.multipliers)
+    if task.basis.left_out is not None:
+        eps = torch.finfo(task.v.dtype).eps
+        multipliers = task.basis.smallest(task.A, task.v, multipliers, eps)
     if found.proofs is not None:
         proven = (found.status == Status.INFEASIBLE).unsqueeze(-1)
         multipliers = torch.where(proven, found.proofs, multipliers)
