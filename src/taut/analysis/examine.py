@@ -133,6 +133,8 @@ def _examined(A: Tensor, unit: Tensor, norms: Tensor) -> Basis:
     orthonormal = transform @ A  # computed from T, so that the two agree to rounding
     identity = torch.eye(rows, dtype=A.dtype, device=A.device).expand(*batch, rows, rows)
     fold = torch.where(kept.unsqueeze(-1), identity, (A @ orthonormal.mT) @ transform)
+    # Once more for what rounding left: T is large where equations are nearly redundant.
+    fold = fold + ((A - fold @ A) @ orthonormal.mT) @ transform
     good = smallest > _DISTINCT
     condition = smallest.reciprocal()
     if bool((good & kept.all(-1)).all()):

@@ -167,21 +167,24 @@ class Linear(Problem):
             return self._pulled_free(multipliers, u, status, (*grads[:2], g_u), needs)
         if not bool(held.any()):
             return self._pulled_free(multipliers, u, status, grads, needs)
-        dv, s = torch.zeros_like(u), torch.zeros_like(multipliers)
+        # Not rounded to float32 before ∂A is made of them.
+        dv, s = (torch.zeros_like(x, dtype=wide(x)) for x in (u, multipliers))
         for index, part in self._apart(held):
             out = held[index]
             g_z, g_multipliers, g_u = (None if g is None else g[index] for g in grads)
             g_z, g_u = (None if g is None else g.masked_fill(out, 0) for g in (g_z, g_u))
-            given = (multipliers[index], u[index].masked_fill(out, 0), status[index])
-            found = part._pulled_free(*given, (g_z, g_multipliers, g_u), (True, False, True))
+            free, given = u[index].masked_fill(out, 0).to(wide(u)), (g_z, g_multipliers, g_u)
+            at = multipliers[index].to(wide(u)), free, status[index]
+            found = part._pulled_free(*at, given, (True, False, True))
             dv, s = dv.index_copy(0, index, found[0]), s.index_copy(0, index, found[2])
+        dtype = u.dtype
         if not needs[1]:
-            return dv, None, s
+            return dv.to(dtype), None, s.to(dtype)
         ok = (status == Status.CONVERGED).unsqueeze(-1)
-        z = torch.where(ok, self.prepared.activation.output(u), 0).to(wide(u))
+        z = torch.where(ok, self.prepared.activation.output(u.to(wide(u))), 0)
         A, multipliers = self._finite(), torch.where(ok, multipliers, 0).to(wide(u))
-        dA = A.outer(multipliers, dv.to(wide(u))) - A.outer(s.to(wide(u)), z)
-        return dv, dA.to(self.data.dtype), s
+        dA = A.outer(multipliers, dv) - A.outer(s, z)
+        return dv.to(dtype), dA.to(self.data.dtype), s.to(dtype)
 
     def _apart(self, held: Tensor) -> list[tuple[Tensor, "Linear"]]:
         """The samples without held outputs, and those with some, which then have an A without

@@ -52,6 +52,12 @@ PART int route(const Plan *p, const Backward *s, Work *x, int64_t first, int l) 
 PART mask route_doubtful(const Plan *p, const Backward *s, Work *x, int64_t first, mask doubt,
                          mask fine, lanes found) {
     lanes error, summed;
+    mask held = doubt & ~doubt; /* an output at an end of its range: left to the caller */
+    for (int l = 0; l < LANES; l++)
+        for (int64_t k = 0; doubt[l] && k < p->given; k++)
+            if (isinf(number(s->u, sample(first, l, s->samples) * p->given + k, s->single)))
+                held[l] = -1;
+    doubt &= ~held;
     if (!p->inverse) {
         running_error(p, x, &error, &summed);
         doubt &= ~(fine & (found >= p->safe * error * summed));
@@ -59,19 +65,17 @@ PART mask route_doubtful(const Plan *p, const Backward *s, Work *x, int64_t firs
     fine = doubt | ~doubt;
     for (int l = 0; l < LANES && first + l < s->samples; l++)
         if (doubt[l]) fine[l] = -route(p, s, x, first, l);
-    return fine;
+    return fine & ~held;
 }
 
 /* s = (A diag(w) Aᵀ)⁻¹(A g + g_λ), ∂v = g − w∘Aᵀs, with g = g_u + w∘g_z: see problems/linear.py */
 PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     mask live = all(0.0) == all(0.0);
     lanes least = all(INFINITY), most = all(0.0), found = all(0.0);
-    mask held = all(0.0) != all(0.0); /* outputs at an end of their range: left to the caller */
     for (int l = 0; l < LANES; l++) live[l] = -(s->status[sample(first, l, s->samples)] == 0);
     read_outputs(p, x->u, s->u, first, s->samples, s->single);
     for (int64_t k = 0; k < p->given; k++) {
-        held |= live & (absolute(x->u[k]) == INFINITY);
-        lanes w = activate_output(p, k, choose(live & ~held, x->u[k], all(0.0))).slope;
+        lanes w = activate_output(p, k, choose(live, x->u[k], all(0.0))).slope;
         least = at_most(w, least);
         most = at_least(w, most);
         x->w[k] = w;
@@ -109,8 +113,8 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     lanes taken = all(0.0);
     for (int64_t i = 0; i < p->kept; i++) taken += p->largest[i] * absolute(x->step[i]);
     mask doubt = live & ~(factorised & (least >= p->even * most) & (found >= p->faint * most * taken));
-    if (any(doubt)) fine = route_doubtful(p, s, x, first, doubt & ~held, factorised, found);
-    fine &= ~held;
+    /* Outputs held at an end have the slope 0, and put a sample in doubt. */
+    if (any(doubt)) fine = route_doubtful(p, s, x, first, doubt, factorised, found);
     for (int64_t i = 0; i < p->kept; i++) {
         fine &= absolute(x->step[i]) < INFINITY;
         x->step[i] = choose(live, x->step[i], all(0.0));
