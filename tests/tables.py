@@ -215,11 +215,14 @@ class Problem:
 
     def take(self, index: Tensor) -> "Problem":
         """The samples at `index`."""
-        A = self.A if self.A.ndim == 2 else self.A[index]
+        given = {
+            name: x if name in ("A", "G") and x.ndim == 2 else x[index]
+            for name, x in self.constraints.items()
+        }
         return replace(
             self,
             v=self.v[index],
-            constraints={**self.constraints, "A": A, "b": self.b[index]},
+            constraints=given,
             status=self.status[index],
             y=None if self.y is None else self.y[index],
             z=None if self.z is None else self.z[index],
@@ -269,6 +272,8 @@ class Regime:
     end: bool = False  # b from a y of which some outputs are at an end of the range
     then: Callable[[Problem], Problem] | None = None
     feasible: bool = True
+    structure: str = "plain"  # of inequalities
+    M: int = 3  # how many
 
 
 REGIMES = {
@@ -314,8 +319,87 @@ def _equations(
     return found if regime.then is None else regime.then(found)
 
 
-#: What is constrained, and how. Inequalities and nonlinear equations get a line each.
-KINDS = {"equations": _equations}
+# Inequalities around a point y, so that there is a solution: as (G, lower, upper) from the rows
+# drawn, what they come to at y, and gaps for the lower and the upper sides.
+
+
+def _one_and_two_sided(G: Tensor, c: Tensor, below: Tensor, above: Tensor, A: Tensor):
+    lower, upper = c - below, c + above
+    lower[..., 0::3], upper[..., 1::3] = -torch.inf, torch.inf
+    return G, lower, upper
+
+
+def _pairs(G: Tensor, c: Tensor, below: Tensor, above: Tensor, A: Tensor):
+    """lower = upper in one row: an equation."""
+    G, lower, upper = _one_and_two_sided(G, c, below, above, A)
+    lower[..., -1] = upper[..., -1] = c[..., -1]
+    return G, lower, upper
+
+
+def _redundant_rows(G: Tensor, c: Tensor, below: Tensor, above: Tensor, A: Tensor):
+    """Every row twice, and one is an equation of A too."""
+    G, lower, upper = _one_and_two_sided(G, c, below, above, A)
+    return tuple(torch.cat([x, x], dim) for x, dim in ((G, -2), (lower, -1), (upper, -1)))
+
+
+def _no_interior(G: Tensor, c: Tensor, below: Tensor, above: Tensor, A: Tensor):
+    """Opposite inequalities in two rows; one pair leaves no room."""
+    above = above.clone()
+    above[..., 0] = below[..., 0] = 0
+    upper = torch.cat([c + above, below - c], -1)
+    return torch.cat([G, -G], -2), torch.full_like(upper, -torch.inf), upper
+
+
+def _weak(G: Tensor, c: Tensor, below: Tensor, above: Tensor, A: Tensor):
+    """Of the same row two sides, one of which is within rounding of the other's."""
+    G, lower, upper = _pairs(G, c, below, above, A)
+    rows = torch.cat([G, G[..., -1:, :] + G[..., :1, :]], -2)
+    top = upper[..., -1:] + upper[..., :1]
+    return rows, torch.cat([lower, -torch.inf + 0 * top], -1), torch.cat([upper, top], -1)
+
+
+def _boxes(G: Tensor, c: Tensor, below: Tensor, above: Tensor, A: Tensor):
+    """A row for each output."""
+    K = G.shape[-1]
+    return torch.eye(K, dtype=G.dtype), c[..., :K] - below[..., :K], c[..., :K] + above[..., :K]
+
+
+STRUCTURES = {
+    "plain": _one_and_two_sided,
+    "pairs": _pairs,
+    "redundant": _redundant_rows,
+    "empty interior": _no_interior,
+    "weak": _weak,
+    "boxes": _boxes,
+}
+
+
+def _inequalities(
+    activation: taut.Activation, regime: Regime, draw: _Draw, batch: tuple[int, ...], A: Tensor
+) -> Problem:
+    """A z = b and lower ≤ G z ≤ upper, about half of the rows active."""
+    found = _equations(activation, replace(regime, planted=False, then=None), draw, batch, A)
+    M, K = regime.M, A.shape[-1]
+    G = draw.randn(*A.shape[:-2], M, K)
+    if regime.structure == "boxes":
+        G = torch.eye(K, dtype=torch.float64)
+    spread = torch.linspace(-2, 2, 101, dtype=torch.float64).unsqueeze(-1).expand(-1, K)
+    width = activation.sigma(spread).std(0).amin()
+    below, above = (
+        -(0.5 + 0.5 * draw.uniform(*batch, len(G) if G.ndim == 2 else M)).clamp_min(1e-9).log()
+        * width
+        * G.norm(dim=-1)
+        / 2
+        for _ in range(2)
+    )
+    make = STRUCTURES[regime.structure]
+    G, lower, upper = make(G, apply(G, found.y), below, above, A)
+    sides = {"G": G, "lower": lower, "upper": upper}
+    return replace(found, constraints={**found.constraints, **sides})
+
+
+#: What is constrained, and how. Nonlinear equations get a line.
+KINDS = {"equations": _equations, "inequalities": _inequalities}
 
 
 def problem(

@@ -47,16 +47,19 @@ def as_floating(name: str, x: Any, dtype: torch.dtype | None, device: Any = None
     return x.to(dtype or torch.get_default_dtype())
 
 
-def check_matrix(A: Tensor, b: Tensor | None) -> None:
+def check_matrix(A: Tensor, b: Tensor | None, name: str = "A") -> None:
     """Refuse an A, or a b beside it, that no v would fit."""
+    if name != "A" and A.ndim >= 2 and A.shape[-1] > 0:
+        check_dense(A, name)
+        return
     if A.ndim < 2:
         raise ValueError(
-            f"A must be (I, K), a row for each equation; got {tuple(A.shape)}. One equation alone "
-            "is a matrix too: A.unsqueeze(0)."
+            f"{name} must be (I, K), a row for each equation; got {tuple(A.shape)}. One equation "
+            f"alone is a matrix too: {name}.unsqueeze(0)."
         )
     if A.shape[-1] == 0:
         raise ValueError(
-            f"A has no columns, so there are no outputs (K = 0); got {tuple(A.shape)}."
+            f"{name} has no columns, so there are no outputs (K = 0); got {tuple(A.shape)}."
         )
     if b is None:
         return
@@ -66,4 +69,12 @@ def check_matrix(A: Tensor, b: Tensor | None) -> None:
         raise ValueError(
             f"b must have an entry for each of the I = {A.shape[-2]} rows of A; got "
             f"b {tuple(b.shape)}, A {tuple(A.shape)}."
+        )
+
+
+def check_dense(x: Tensor, name: str) -> None:
+    """Refuse a sparse matrix where inequalities or bounds are."""
+    if x.layout is not torch.strided:
+        raise NotImplementedError(
+            f"inequalities and bounds do not take a sparse {name} yet: pass {name}.to_dense()."
         )

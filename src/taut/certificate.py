@@ -1,8 +1,11 @@
 """Proofs that no solution exists.
 
 If z lies in the range of the activation, then (Aᵀλ)ᵀz ≤ Σ_k sup{y_k z : z in the range of k} with
-y = Aᵀλ. A λ for which bᵀλ exceeds that sum therefore proves that no such z has A z = b.
+y = Aᵀλ. A λ for which bᵀλ exceeds that sum therefore proves that no such z has A z = b. For
+lower ≤ C z ≤ upper, Σ(lower ν⁺ − upper ν⁻) takes the place of bᵀλ.
 """
+
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -46,25 +49,159 @@ def certifies(
 
 def is_certificate(
     multipliers: Float[Tensor, "*batch I"],
-    A: Float[Tensor, "*A_batch I K"],
-    b: Float[Tensor, "*b_batch I"],
+    A: Float[Tensor, "*A_batch I K"] | None,
+    b: Float[Tensor, "*b_batch I"] | None,
     activation: str | Activation,
+    *,
+    G: Float[Tensor, "*G_batch M K"] | None = None,
+    lower: Float[Tensor, "..."] | float | None = None,
+    upper: Float[Tensor, "..."] | float | None = None,
+    radius: float = torch.inf,
 ) -> Bool[Tensor, "*batch"]:
-    """Does λ prove that no z in the range of the activation has A z = b?
+    """Do λ, and ν of G, prove that no z in the range of the activation satisfies the constraints?
 
+    They are A z = b and lower ≤ G z ≤ upper, or, without G, lower ≤ z ≤ upper. With a finite
+    `radius` it is asked only that no z with |z| ≤ radius does.
     Rounding is on the safe side: True is a proof for the numbers given, in exact arithmetic.
     False says only that this λ proves nothing.
 
     >>> A, b = torch.ones(1, 2), torch.tensor([3.0])  # two numbers below 1 cannot sum to 3
     >>> is_certificate(torch.tensor([1.0]), A, b, "sigmoid")
     tensor(True)
+    >>> is_certificate(torch.tensor([1.0]), A, b, "linear", upper=1.0)
+    tensor(True)
     """
-    if multipliers.shape[-1:] != A.shape[-2:-1] or b.shape[-1:] != A.shape[-2:-1]:
+    activation = resolve(activation)
+    if A is None and G is None:
+        raise ValueError("A certificate needs the matrix that its multipliers belong to: A or G.")
+    if A is not None and b is None:
+        raise ValueError("A without b: pass the b of A z = b.")
+    if G is None and lower is None and upper is None and radius == torch.inf:
+        assert A is not None and b is not None  # noqa: S101
+        _check_lengths(multipliers, A, b, A.shape[-2])
+        return proves(multipliers, as_map(A), b, activation)
+    C, sides = _stacked(A, b, G, lower, upper, multipliers)
+    ends = activation.range.bounds(multipliers.double())
+    if G is None:
+        ends = _narrowed(ends, lower, upper)
+    return reach_of_proof(multipliers.double(), C, *sides, *ends) >= radius
+
+
+def _check_lengths(multipliers: Tensor, A: Tensor, b: Tensor, rows: int) -> None:
+    if multipliers.shape[-1] != rows or b.shape[-1:] != A.shape[-2:-1]:
         raise ValueError(
             "multipliers and b must have one entry for each equation; got multipliers "
             f"{tuple(multipliers.shape)}, A {tuple(A.shape)}, b {tuple(b.shape)}."
         )
-    return proves(multipliers, as_map(A), b, resolve(activation))
+
+
+def _stacked(
+    A: Tensor | None, b: Tensor | None, G: Tensor | None, lower: Any, upper: Any, like: Tensor
+) -> tuple[LinearMap, tuple[Tensor, Tensor]]:
+    """C = [A; G] with its lower and upper sides, in float64."""
+    matrices, lowers, uppers = [], [], []
+    if A is not None and b is not None:
+        matrices, lowers, uppers = [A.double()], [b.double()], [b.double()]
+    if G is not None:
+        shape = G.shape[:-1] if G.ndim > 2 else G.shape[-2:-1]
+        matrices.append(G.double())
+        for sides, given, none in ((lowers, lower, -torch.inf), (uppers, upper, torch.inf)):
+            side = torch.as_tensor(none if given is None else given, dtype=torch.float64)
+            sides.append(side.expand(torch.broadcast_shapes(side.shape, shape)))
+    rows = sum(x.shape[-2] for x in matrices)
+    if like.shape[-1] != rows:
+        raise ValueError(
+            f"multipliers must have one entry for each of the {rows} rows of A and G; got "
+            f"{tuple(like.shape)}."
+        )
+    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in matrices))
+    C = torch.cat([x.expand(*batch, *x.shape[-2:]) for x in matrices], -2)
+    sides = []
+    for parts in (lowers, uppers):
+        front = torch.broadcast_shapes(*(x.shape[:-1] for x in parts))
+        sides.append(torch.cat([x.expand(*front, x.shape[-1]) for x in parts], -1))
+    return as_map(C), (sides[0], sides[1])
+
+
+def _narrowed(ends: tuple[Tensor, Tensor], lower: Any, upper: Any) -> tuple[Tensor, Tensor]:
+    """The range of z, with its bounds."""
+    low, high = ends
+    if lower is not None:
+        low = torch.maximum(low, torch.as_tensor(lower, dtype=low.dtype))
+    if upper is not None:
+        high = torch.minimum(high, torch.as_tensor(upper, dtype=high.dtype))
+    return low, high
+
+
+def reach_of_proof(
+    multipliers: Float[Tensor, "*batch M"],
+    C: LinearMap,
+    lower: Float[Tensor, "*#batch M"],
+    upper: Float[Tensor, "*#batch M"],
+    least: Float[Tensor, "*#ends"],
+    most: Float[Tensor, "*#ends"],
+    safe: bool = True,
+) -> Float[Tensor, "*batch"]:
+    """R such that no z in [least, most] with |z| ≤ R has lower ≤ C z ≤ upper; −1 proves nothing.
+
+    It is inf where the ends alone, or none of the outputs that have no end, decide. With `safe`
+    every rounding is taken against ν.
+    """
+    size = multipliers.abs().amax(-1, keepdim=True) if multipliers.shape[-1] else multipliers
+    ν = torch.ldexp(multipliers, -torch.frexp(size.nan_to_num(1.0)).exponent)
+    side = torch.where(ν > 0, lower, torch.where(ν < 0, upper, 0))
+    usable = side.isfinite().all(-1)
+    side, rows = side.where(side.isfinite(), 0), C.shape[0]
+    if safe and rows:
+        data = C.data
+        y, error = _exact_dot([(data[..., i, :], ν[..., i, None]) for i in range(rows)], ν)
+        gain, doubt = _exact_dot([(side[..., i], ν[..., i]) for i in range(rows)], ν)
+    else:
+        y, gain = C.adjoint(ν), (side * ν).sum(-1)
+        error, doubt = torch.zeros_like(y), torch.zeros_like(gain)
+    # Convex in y: over an interval of y the largest value is at an end.
+    both = y - error, y + error
+    within = Interval(least, most)
+    highest = torch.maximum(*(support(x, within) for x in both))
+    endless = highest == torch.inf
+    slope = torch.where(endless, torch.maximum(*(x.abs() for x in both)), 0).sum(-1)
+    terms = highest.masked_fill(endless, 0)
+    total = terms.sum(-1) + (terms.shape[-1] + 4) * 2.0**-52 * terms.abs().sum(-1)
+    left = gain - doubt - total
+    R = torch.where(slope > 0, left / (slope * (1 + 1e-12)), torch.inf)
+    R = torch.where(usable & (left > 0), R, -1)
+    empty = (lower > upper).any(-1) | (least > most).any(-1)
+    return torch.where(empty, torch.inf, R)
+
+
+def rays(
+    multipliers: Float[Tensor, "n M"], C: LinearMap, least: Tensor, most: Tensor
+) -> list[Float[Tensor, "n M"]]:
+    """Candidates for a proof, from multipliers that run away: as they are, cleaned, refined."""
+    size = multipliers.abs().amax(-1, keepdim=True)
+    ray = (multipliers / size.clamp_min(1e-290)).nan_to_num(0.0, 0.0, 0.0)
+    plain = [ray, ray.where(ray.abs() > 1e-3, 0)]
+    if bool((least.isfinite() & most.isfinite()).all()):
+        return plain
+    return plain + [_refined(x, C, least, most) for x in plain]
+
+
+def _refined(ray: Tensor, C: LinearMap, least: Tensor, most: Tensor) -> Tensor:
+    """Inverse iteration: Cᵀν → 0 at the outputs whose ends do not bound it, with ν's signs."""
+    support_of, y = ray != 0, C.adjoint(ray)
+    harmless = (y > 0) & most.isfinite() | (y < 0) & least.isfinite()
+    harmless = harmless | (least.isfinite() & most.isfinite())
+    gram = C.gram((~harmless).to(ray.dtype))
+    gram = gram * (support_of.unsqueeze(-1) & support_of.unsqueeze(-2))
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    top = diagonal.amax(-1, keepdim=True).clamp_min(1e-290)
+    diagonal.add_(torch.where(support_of, 1e-8 * top, 1))
+    triangle = torch.linalg.cholesky_ex(gram).L
+    x = ray
+    for _ in range(4):
+        x = torch.cholesky_solve(x.where(support_of, 0).unsqueeze(-1), triangle).squeeze(-1)
+        x = (x / x.abs().amax(-1, keepdim=True).clamp_min(1e-290)).nan_to_num(0.0, 0.0, 0.0)
+    return x.where(x * ray > 0, 0)
 
 
 def proves(multipliers: Tensor, A: LinearMap, b: Tensor, activation: Activation) -> Tensor:

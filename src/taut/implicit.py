@@ -132,7 +132,7 @@ class Solve(Function):
         with torch.no_grad():
             outcome = solver.solve(problem)
         if fail and outcome.failed:
-            raise failure(outcome.status, outcome.residual, problem.remark)
+            raise failure(outcome.status, outcome.residual, problem.remark, problem.statement)
         found = outcome.z, outcome.multipliers, outcome.u
         return *found, outcome.residual, outcome.iterations, outcome.status
 

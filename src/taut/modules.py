@@ -1,7 +1,7 @@
 """Thin nn.Modules over `project`: the Lagrange units of the paper as layers."""
 
 import warnings
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
@@ -12,44 +12,66 @@ from taut.activations import Activation, resolve
 from taut.autograd import is_transformed, transforming, uncompiled
 from taut.maps import as_map
 from taut.outcome import FailureWarning
-from taut.pose import fitted
-from taut.prepare import Prepared, Unprepared, examined
-from taut.projection import OnFailure, check_settings, known, projected
+from taut.pose import fitted, fitted_sides
+from taut.prepare import Prepared, Unprepared, examined, examined_with
+from taut.projection import (
+    OnFailure,
+    check_settings,
+    known,
+    known_with,
+    projected,
+    projected_within,
+)
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
 
 
 @final
 class Projection(nn.Module):
-    """The last layer of a constrained network: v → z with A z = b.
+    """The last layer of a constrained network: v → z with A z = b, and lower ≤ G z ≤ upper.
 
-    A, and b if given here, are buffers: they move with `.to()` and are in the `state_dict`.
-    A b given to `forward` or `solve` goes before the one given here.
+    Without G, `lower` and `upper` bound z itself. Matrices and sides are buffers: they move with
+    `.to()` and are in the `state_dict`. Sides given to `forward` or `solve` go before those given
+    here: None keeps the layer's, ±inf lifts it.
 
     >>> layer = Projection(torch.ones(1, 3), b=torch.ones(1), activation="exp")
     >>> layer(torch.tensor([[1.0, 2.0, 3.0]]))
     tensor([[0.0900, 0.2447, 0.6652]])
+    >>> layer(torch.tensor([[1.0, 2.0, 3.0]]), upper=0.5)
+    tensor([[0.1345, 0.3655, 0.5000]])
     """
 
-    A: Tensor
+    A: Tensor | None
     b: Tensor | None
+    G: Tensor | None
+    lower: Tensor | None
+    upper: Tensor | None
 
     def __init__(
         self,
-        A: Float[Tensor, "*batch I K"] | Numbers,
+        A: Float[Tensor, "*batch I K"] | Numbers | None = None,
         b: Float[Tensor, "*batch I"] | Numbers | None = None,
         *,
+        G: Float[Tensor, "*G_batch M K"] | Numbers | None = None,
+        lower: Float[Tensor, "..."] | Numbers | float | None = None,
+        upper: Float[Tensor, "..."] | Numbers | float | None = None,
         activation: str | Activation = "linear",
         solver: Solver = Newton(),
         on_failure: OnFailure = "raise",
     ):
         super().__init__()
         check_settings(solver, on_failure)
-        A = as_floating("A", A, torch.get_default_dtype()).detach().clone()
-        b = None if b is None else as_floating("b", b, A.dtype, A.device).detach().clone()
-        check_matrix(A, b)
-        self.register_buffer("A", A)
-        self.register_buffer("b", b)
+        dtype, device = torch.get_default_dtype(), None
+        given: dict[str, Any] = {"A": A, "G": G, "b": b, "lower": lower, "upper": upper}
+        for name, x in given.items():
+            if x is not None:
+                given[name] = x = as_floating(name, x, dtype, device).detach().clone()
+                dtype, device = x.dtype, x.device
+        for name, side in (("A", given["b"]), ("G", None)):
+            if given[name] is not None:
+                check_matrix(given[name], side, name)
+        for name in ("A", "b", "G", "lower", "upper"):
+            self.register_buffer(name, given[name])
         self.activation = resolve(activation)
         self.solver = solver
         self.on_failure: OnFailure = on_failure
@@ -57,10 +79,15 @@ class Projection(nn.Module):
         self._warned = False  # of samples that fail
 
     def forward(
-        self, v: Float[Tensor, "*batch K"], b: Float[Tensor, "*b_batch I"] | None = None
+        self,
+        v: Float[Tensor, "*batch K"],
+        b: Float[Tensor, "*b_batch I"] | None = None,
+        *,
+        lower: Float[Tensor, "..."] | float | None = None,
+        upper: Float[Tensor, "..."] | float | None = None,
     ) -> Float[Tensor, "*batch K"]:
         """z alone. Where `on_failure` is "return", the first samples that fail are warned of."""
-        solution = self.solve(v, b)
+        solution = self.solve(v, b, lower=lower, upper=upper)
         if solution._outcome.failed > 0 and not self._warned:
             self._warned = True
             warnings.warn(
@@ -75,12 +102,25 @@ class Projection(nn.Module):
         self,
         v: Float[Tensor, "*batch K"],
         b: Float[Tensor, "*b_batch I"] | None = None,
-        init: Float[Tensor, "*batch I"] | None = None,
+        init: Float[Tensor, "*batch multipliers"] | None = None,
+        *,
+        lower: Float[Tensor, "..."] | float | None = None,
+        upper: Float[Tensor, "..."] | float | None = None,
     ) -> Solution:
         """The whole `Solution`; `init` starts the multipliers, for example from a memory."""
         if torch.compiler.is_compiling():
-            return uncompiled(self.solve)(v, b, init)
+            return uncompiled(self.solve)(v, b, init, lower=lower, upper=upper)
         b = self.b if b is None else b
+        lower, upper = (
+            self.lower if lower is None else lower,
+            self.upper if upper is None else upper,
+        )
+        if self.A is None or self.G is not None or lower is not None or upper is not None:
+            given = fitted_sides(v, self.A, b, self.G, lower, upper, init)
+            prepared = self._known(given.A, given.G, True)
+            if given.G is None and isinstance(prepared, Prepared):
+                prepared = prepared.bounded
+            return projected_within(prepared, given, True, self.solver, self.on_failure)
         if b is None:
             raise ValueError(
                 "this Projection has no b of its own: pass one, layer(v, b), or give it at "
@@ -89,22 +129,36 @@ class Projection(nn.Module):
         v, A, b, init = fitted(v, self.A, b, init)
         return projected(self._known(A), v, A, b, self.solver, init, self.on_failure)
 
-    def _known(self, A: Tensor) -> Prepared | Unprepared:
-        """What is known of A: worked out once, and again when A has been moved or changed."""
+    def _known(
+        self, A: Tensor, G: Tensor | None = None, sided: bool = False
+    ) -> Prepared | Unprepared:
+        """What is known of A and G: worked out once, and again when they were moved or changed."""
         before = self._prepared
-        if transforming() and is_transformed(A):
-            return known(A, self.activation)
-        if before is None or before.activation is not self.activation or not _same(before.A, A):
-            # A copy: a write to A.data leaves no trace but in the numbers.
-            before = self._prepared = examined(A.detach().clone(), self.activation)
+        if transforming() and (is_transformed(A) or is_transformed(G)):
+            return known_with(A, G, self.activation) if sided else known(A, self.activation)
+        if (
+            before is None
+            or before.activation is not self.activation
+            or not _same(before.A, A)
+            or (G is not None and (before.G is None or not _same(before.G, G)))
+        ):
+            # Copies: a write to A.data leaves no trace but in the numbers.
+            A = A.detach().clone()
+            if G is None:
+                before = examined(A, self.activation)
+            else:
+                before = examined_with(A, G.detach().clone(), self.activation)
+            self._prepared = before
         return before
 
     def __getstate__(self) -> dict:
         return {**self.__dict__, "_prepared": None}
 
     def extra_repr(self) -> str:
-        shape = tuple(self.A.shape)
-        return f"A={shape}, activation={self.activation.name!r}, solver={self.solver}"
+        given = {"A": self.A, "G": self.G}
+        shapes = ", ".join(f"{k}={tuple(x.shape)}" for k, x in given.items() if x is not None)
+        shapes = f"{shapes}, " if shapes else ""
+        return f"{shapes}activation={self.activation.name!r}, solver={self.solver}"
 
 
 def _same(known: Tensor, A: Tensor) -> bool:

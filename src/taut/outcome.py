@@ -145,10 +145,13 @@ class FailureWarning(UserWarning):
 Remark = Callable[[Status, int], str]
 
 
-def failure(status: Tensor, residual: Tensor, remark: Remark) -> SolveError:
+def failure(
+    status: Tensor, residual: Tensor, remark: Remark, statement: str = "A z = b"
+) -> SolveError:
     """The error to raise for these samples."""
     advice = 'Pass on_failure="return" to get all samples with their status instead.'
-    return SolveError(f"{explain(status, residual, remark)}\n{advice}", status, residual)
+    words = explain(status, residual, remark, statement)
+    return SolveError(f"{words}\n{advice}", status, residual)
 
 
 def tally(status: Tensor) -> dict[Status, int]:
@@ -162,22 +165,30 @@ def tally(status: Tensor) -> dict[Status, int]:
     return {Status(value): count for value, count in pairs}
 
 
-def explain(status: Tensor, residual: Tensor, remark: Remark, shown: int = 5) -> str:
+def explain(
+    status: Tensor,
+    residual: Tensor,
+    remark: Remark,
+    statement: str = "A z = b",
+    shown: int = 5,
+) -> str:
     """In words: how many samples failed, the first ones of each kind, and advice."""
     total = status.numel()
     failed = int((status != Status.CONVERGED).sum())
     if not failed:
-        return f"All {total} samples satisfy A z = b."
-    lines = [f"{failed} of {total} samples could not be projected on A z = b."]
+        return f"All {total} samples satisfy {statement}."
+    lines = [f"{failed} of {total} samples could not be projected on {statement}."]
     for verdict, count in tally(status).items():
         if verdict is Status.CONVERGED:
             continue
         here = status == verdict
         names = places(here, shown)
         at = f" (sample {names})" if names else ""
-        size = f"largest |A z − b| {residual[here].max().item():.1e}"
+        what = "|A z − b|" if statement == "A z = b" else "violation"
+        size = f"largest {what} {residual[here].max().item():.1e}"
+        message = verdict.message.replace("A z = b", statement)
         more = remark(verdict, int(here.reshape(-1).nonzero()[0]))
-        lines.append(f"{count} {verdict.name}{at}, {size}: {verdict.message}.{more}")
+        lines.append(f"{count} {verdict.name}{at}, {size}: {message}.{more}")
     return "\n".join(lines)
 
 

@@ -1,16 +1,16 @@
 """From what a user gives to a Problem: validate, broadcast, flatten. Batch dimensions end here."""
 
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from taut.accept import FLOATS, as_floating
+from taut.accept import FLOATS, as_floating, check_dense
 from taut.activations import Activation
 from taut.maps import as_map
 from taut.outcome import places
-from taut.prepare import Prepared, Unprepared
-from taut.problems import Linear
+from taut.prepare import Prepared, Unprepared, stacked
+from taut.problems import Inequalities, Linear
 
 
 def fitted(v: Any, A: Any, b: Any, init: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -82,14 +82,14 @@ def _data(prepared: Prepared | Unprepared, A: Tensor | None) -> Tensor:
     return as_map(A).data
 
 
-def _validate(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None) -> None:
-    given = {"v": v, "A": A, "b": b} | ({} if init is None else {"init": init})
+def _validate(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None, matrix: str = "A") -> None:
+    given = {"v": v, matrix: A, "b": b} | ({} if init is None else {"init": init})
     if A.layout != torch.strided and (A.ndim != 2 or A.shape[-1] != v.shape[-1]):
         raise ValueError(
             "a sparse A must be one (I, K) matrix for all samples; got "
             f"A {tuple(A.shape)} for v {tuple(v.shape)}."
         )
-    for name, x in (("A", A), ("b", b)):
+    for name, x in ((matrix, A), ("b", b)):
         if x.dtype != v.dtype:
             raise TypeError(
                 f"v is {v.dtype} and {name} is {x.dtype}. z has the dtype of v: convert {name} "
@@ -98,26 +98,29 @@ def _validate(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None) -> None:
     if len({x.device for x in given.values()}) > 1:
         where = ", ".join(f"{name} on {x.device}" for name, x in given.items())
         raise ValueError(f"all tensors must be on one device; got {where}.")
-    _validate_shapes(v, A, b, init)
+    _validate_shapes(v, A, b, init, matrix)
 
 
-def _validate_shapes(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None) -> None:
-    shapes = f"got v {tuple(v.shape)}, A {tuple(A.shape)}, b {tuple(b.shape)}"
+def _validate_shapes(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None, matrix: str) -> None:
+    shapes = f"got v {tuple(v.shape)}, {matrix} {tuple(A.shape)}"
+    shapes += f", b {tuple(b.shape)}" if matrix == "A" else ""
     if v.ndim < 1 or b.ndim < 1 or A.ndim < 2:
         raise ValueError(
-            f"v must be (*batch, K), A (I, K) or (*batch, I, K), b (*batch, I); {shapes}."
+            f"v must be (*batch, K), {matrix} (I, K) or (*batch, I, K), b (*batch, I); {shapes}."
         )
     batch, columns, rows = v.shape[:-1], v.shape[-1], A.shape[-2]
     if columns == 0:
         raise ValueError(f"v has no outputs (K = 0); {shapes}.")
     if A.shape[-1] != columns:
-        hint = " Is A transposed?" if A.ndim == 2 and A.shape[0] == columns else ""
+        hint = f" Is {matrix} transposed?" if A.ndim == 2 and A.shape[0] == columns else ""
         raise ValueError(
-            f"A must have one column for each of the K = {columns} outputs in v; {shapes}.{hint}"
+            f"{matrix} must have one column for each of the K = {columns} outputs in v; "
+            f"{shapes}.{hint}"
         )
     if A.ndim > 2 and A.shape[:-2] != batch:
         raise ValueError(
-            f"A for each sample must have the batch dimensions of v, {tuple(batch)}; {shapes}."
+            f"{matrix} for each sample must have the batch dimensions of v, {tuple(batch)}; "
+            f"{shapes}."
         )
     if b.shape not in ((rows,), (*batch, rows)):
         raise ValueError(
@@ -127,3 +130,102 @@ def _validate_shapes(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None) -> No
         raise ValueError(
             f"init must be (I,) or (*batch, I) = {(*batch, rows)}; got {tuple(init.shape)}."
         )
+
+
+@final
+class Given(NamedTuple):
+    """Inequalities or bounds as tensors that make a problem."""
+
+    v: Tensor
+    A: Tensor
+    b: Tensor
+    G: Tensor | None  # None: the sides bound z itself
+    lower: Tensor
+    upper: Tensor
+    init: Tensor | None
+
+
+def fitted_sides(v: Any, A: Any, b: Any, G: Any, lower: Any, upper: Any, init: Any) -> Given:
+    """`fitted` for A z = b with lower ≤ G z ≤ upper, or with lower ≤ z ≤ upper without G."""
+    if lower is None and upper is None:
+        raise ValueError(
+            "G without a side constrains nothing: pass lower, upper, or both."
+            if G is not None
+            else "there are no constraints: pass A and b, G with lower or upper, or bounds on z."
+        )
+    if isinstance(v, Tensor) and not v.is_floating_point():
+        raise TypeError(f"v must hold floating numbers; got {v.dtype}. Try v.float().")
+    v = as_floating("v", v, None)
+    if v.ndim < 1:
+        raise ValueError(f"v must be (*batch, K); got {tuple(v.shape)}.")
+    if (A is None) != (b is None):
+        raise ValueError("A and b belong together: A z = b needs both, or neither.")
+    A = v.new_zeros(0, v.shape[-1]) if A is None else as_floating("A", A, v.dtype, v.device)
+    b = v.new_zeros(0) if b is None else as_floating("b", b, v.dtype, v.device)
+    check_dense(A, "A")
+    rows = v.shape[-1]
+    if G is not None:
+        G = as_floating("G", G, v.dtype, v.device)
+        check_dense(G, "G")
+        _validate(v, G, v.new_zeros(G.shape[-2] if G.ndim > 1 else 0), None, "G")
+        rows = G.shape[-2]
+    lower, upper = (
+        _side(name, x, none, rows, v, G is not None)
+        for name, x, none in (("lower", lower, -torch.inf), ("upper", upper, torch.inf))
+    )
+    _validate(v, A, b, None)
+    if init is not None:
+        init = as_floating("init", init, v.dtype, v.device)
+        count = A.shape[-2] + (0 if G is None else rows)
+        if init.shape not in ((count,), (*v.shape[:-1], count)):
+            raise ValueError(
+                f"init must have {count} multipliers, those of A and then those of G, for each "
+                f"sample or once for all; got {tuple(init.shape)} for v {tuple(v.shape)}."
+            )
+    return Given(v, A, b, G, lower, upper, init)
+
+
+def _side(name: str, x: Any, none: float, rows: int, v: Tensor, of_rows: bool) -> Tensor:
+    """A side as a tensor of (rows,) or (*batch, rows)."""
+    if x is None:
+        return v.new_full((rows,), none)
+    x = as_floating(name, x, v.dtype, v.device)
+    if x.dtype != v.dtype:
+        raise TypeError(
+            f"v is {v.dtype} and {name} is {x.dtype}: convert {name} with {name}.to(v.dtype)."
+        )
+    if x.ndim == 0:
+        return x.expand(rows)
+    batch = v.shape[:-1]
+    if x.shape not in ((rows,), (*batch, rows)):
+        what = "row of G" if of_rows else "output, as there is no G"
+        raise ValueError(
+            f"{name} must be a number, ({rows},) or (*batch, {rows}) = {(*batch, rows)}, an entry "
+            f"per {what}; got {tuple(x.shape)} for v {tuple(v.shape)}."
+        )
+    return x
+
+
+def pose_sides(
+    prepared: Prepared | Unprepared, given: Given, live: bool
+) -> tuple[Inequalities, torch.Size]:
+    """The samples, flat, and their batch dimensions; `live` says that A and G get gradients."""
+    v, A, b, G, lower, upper, init = given
+    batch, n = v.shape[:-1], v.shape[:-1].numel()
+
+    def flat(x: Tensor) -> Tensor:
+        return x.expand(*batch, x.shape[-1]).reshape(n, x.shape[-1])
+
+    b, lower, upper = flat(b), flat(lower), flat(upper)
+    data = stacked(A, G) if live else prepared.map.data
+    if data.is_inference() and not torch.is_inference_mode_enabled():
+        data = data.clone()
+    # All that an equation gives to its sides goes to the lower one, which is b.
+    sides, bounds = (b, b.detach()), (lower, upper)
+    if G is not None:
+        sides = torch.cat([b, lower], -1), torch.cat([b.detach(), upper], -1)
+        bounds = ()
+    start = None if init is None else flat(init.detach())
+    group = v.shape[-2] if v.ndim > 1 else 1
+    own = (v.reshape(n, v.shape[-1]), data, *sides, bounds, A.shape[-2], start, group)
+    return Inequalities(prepared, *own), batch  # pyright: ignore

@@ -1,8 +1,8 @@
 """What is fixed, looked at once: A, σ, and the backend for them."""
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import final
+from functools import cached_property, partial
+from typing import Any, final
 
 import torch
 from jaxtyping import Float
@@ -22,9 +22,9 @@ from taut.systems import wide
 @final
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A and σ, worked out: what `prepare` returns and `project` takes in place of A.
+    """A, G and σ, worked out: what `prepare` returns and `project` takes in place of A.
 
-    It holds no graph: A gets no gradient through it.
+    It holds no graph: A and G get no gradient through it.
 
     >>> import taut
     >>> prepared = taut.prepare(torch.ones(1, 3), "exp")
@@ -34,11 +34,13 @@ class Prepared:
 
     A: Tensor  # as given, detached
     activation: Activation
-    map: LinearMap  # of A, flat: (I, K), or (N, I, K) for one matrix a sample
+    map: LinearMap  # of C = [A; G], flat: (I, K), or (N, I, K) for one matrix a sample
     basis: Basis
     backend: Backend
     finite: bool  # does A hold numbers only?
     version: int | None  # of A when it was looked at
+    G: Tensor | None = None  # as given, detached
+    alone: "Prepared | None" = None  # A without G, where there are inequalities or bounds
 
     pull_stably = staticmethod(pull_stably)
 
@@ -67,7 +69,9 @@ class Prepared:
         return self.basis.to(torch.float32)
 
     def basis_in(self, dtype: torch.dtype) -> Basis:
-        """The basis in the dtype of a solver."""
+        """The basis in the dtype of a solver; that of A, if there are inequalities."""
+        if self.alone is not None:
+            return self.alone.basis_in(dtype)
         return self.basis if dtype == self.basis.map.data.dtype else self.single
 
     def basis_of(self, A: LinearMap) -> Basis:
@@ -87,18 +91,30 @@ class Prepared:
 
     def anew(self, A: LinearMap) -> "Unprepared":
         """For another A, which cannot be looked at yet."""
-        return Unprepared(self.activation, A)
+        equations = None if self.alone is None else self.alone.map.shape[0]
+        return Unprepared(self.activation, A, equations)
 
     def take(self, index: Tensor) -> "Prepared":
         """For the samples at `index`, where each has its A."""
-        return replace(self, map=self.map.take(index), basis=self.basis.take(index))
+        alone = self.alone
+        if alone is not None and not alone.map.shared:
+            alone = alone.take(index)
+        basis = self.basis.take(index)
+        return replace(self, map=self.map.take(index), basis=basis, alone=alone)
+
+    @cached_property
+    def bounded(self) -> "Prepared":
+        """The same for problems with bounds on z."""
+        return replace(self, basis=_kinked_basis(self.map), backend=Torch(), alone=self)
 
     def changed(self) -> bool:
         """Was A written to since it was looked at?"""
-        return self.version is not None and self.A._version != self.version
+        if self.version is None:
+            return False
+        return self.A._version + (0 if self.G is None else self.G._version) != self.version
 
     def __reduce__(self) -> tuple:
-        return prepare, (self.A, self.activation)
+        return partial(prepare, G=self.G), (self.A, self.activation)
 
 
 @final
@@ -108,6 +124,7 @@ class Unprepared:
 
     activation: Activation
     map: LinearMap
+    equations: int | None = None  # how many rows are A's, where there are inequalities or bounds
     finite: bool = False
     backend: Backend = field(default_factory=Torch)
 
@@ -122,6 +139,8 @@ class Unprepared:
         raise RuntimeError("A cannot be looked at here.")
 
     def basis_of(self, A: LinearMap) -> Basis:
+        if self.equations is not None:
+            return _kinked_basis(A)
         return _basis(A, warn=False)  # for derivatives: the solve has warned
 
     def basis_in(self, dtype: torch.dtype) -> Basis:
@@ -139,32 +158,93 @@ class Unprepared:
 
     def prepared(self, A: LinearMap) -> Prepared:
         """Now that A can be looked at."""
-        return _prepared(A.data, self.activation, A, None)
+        if self.equations is None:
+            return _prepared(A.data, self.activation, A, None)
+        data = A.data[..., : self.equations, :]
+        alone = _prepared(data, self.activation, as_map(data), None)
+        return _kinked(alone, A, None, None)
 
 
 def prepare(
-    A: Float[Tensor, "*batch I K"] | Numbers, activation: str | Activation = "linear"
+    A: Float[Tensor, "*batch I K"] | Numbers | None,
+    activation: str | Activation = "linear",
+    *,
+    G: Float[Tensor, "*G_batch M K"] | Numbers | None = None,
 ) -> Prepared:
-    """Look at A and σ once, for many calls of `project`.
+    """Look at A, G and σ once, for many calls of `project`.
 
     >>> prepare(torch.ones(2, 3), "sigmoid").basis.condition
     tensor(1., dtype=torch.float64)
     """
-    A = as_floating("A", A, torch.get_default_dtype())
-    check_matrix(A, None)
+    if A is None and G is None:
+        raise ValueError("there is nothing to prepare: pass A, G, or both.")
+    chosen = resolve(activation)
+    if G is None:
+        return examined(_fixed(A, "A"), chosen)
+    rows = _fixed(G, "G")
+    equations = rows.new_zeros(0, rows.shape[-1]) if A is None else _fixed(A, "A")
+    return examined_with(equations, rows, chosen)
+
+
+def _fixed(A: Any, name: str) -> Tensor:
+    """A matrix that may be prepared."""
+    A = as_floating(name, A, torch.get_default_dtype())
+    check_matrix(A, None, name)
     if A.requires_grad:
         raise ValueError(
-            "A requires a gradient, and a Prepared gives it none. Pass A itself to project, or "
-            "use taut.Projection, whose A may be learned; or prepare A.detach()."
+            f"{name} requires a gradient, and a Prepared gives it none. Pass {name} itself to "
+            f"project, or use taut.Projection, whose {name} may be learned; or prepare "
+            f"{name}.detach()."
         )
-    return examined(A, resolve(activation))
+    return A
+
+
+def examined_with(A: Tensor, G: Tensor, activation: Activation) -> Prepared:
+    """`examined`, for A with inequalities."""
+    alone, G = examined(A, activation), _plain(G)
+    version = None if alone.version is None or G.is_inference() else alone.version + G._version
+    return _kinked(alone, as_map(stacked(alone.A, G)), G, version)
+
+
+def stacked(A: Tensor, G: Tensor | None) -> Tensor:
+    """C = [A; G], flat: for each sample, if one of them is."""
+    A = A if A.ndim < 4 else A.flatten(0, -3)
+    if G is None:
+        return A
+    G = G if G.ndim < 4 else G.flatten(0, -3)
+    if A.ndim == G.ndim == 2:
+        return torch.cat([A, G])
+    n = len(A) if A.ndim == 3 else len(G)
+    return torch.cat([x.expand(n, *x.shape[-2:]) for x in (A, G)], -2)
+
+
+def _kinked(alone: Prepared, C: LinearMap, G: Tensor | None, version: int | None) -> Prepared:
+    finite = bool(C.data.isfinite().all())
+    basis = _kinked_basis(C)
+    return Prepared(alone.A, alone.activation, C, basis, Torch(), finite, version, G, alone)
+
+
+def _kinked_basis(C: LinearMap) -> Basis:
+    """All rows, as they are: which of them are active is another matter in each sample.
+
+    Any of them are conditioned as well as all of them.
+    """
+    data = C.data.detach()
+    number = data.where(data.isfinite(), 0).to(wide(data))
+    basis = analyse(number, 0.0, warn=False)
+    if basis.left_out is None and not basis.transformed:
+        return basis
+    return unexamined(C.over(number))
+
+
+def _plain(A: Tensor) -> Tensor:
+    """Detached, with a version counter, and fit to be saved for a backward pass."""
+    return A.detach().clone() if A.is_inference() else A.detach()
 
 
 def examined(A: Tensor, activation: Activation) -> Prepared:
     """`prepare`, whether A requires a gradient or not."""
-    A = A.detach()
-    if A.is_inference():  # has no version counter, and may not be saved for a backward pass
-        A = A.clone()
+    A = _plain(A)
     flat = A if A.ndim < 4 else A.flatten(0, -3)
     version = None if A.is_inference() else A._version
     return _prepared(A, activation, as_map(flat), version)

@@ -12,8 +12,8 @@ from taut.autograd import is_transformed, transforming, uncompiled
 from taut.implicit import solve
 from taut.maps import as_map
 from taut.outcome import failure
-from taut.pose import check_range, fitted, pose
-from taut.prepare import Prepared, Unprepared, examined
+from taut.pose import Given, check_range, fitted, fitted_sides, pose, pose_sides
+from taut.prepare import Prepared, Unprepared, examined, examined_with, stacked
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
 
@@ -22,15 +22,21 @@ OnFailure = Literal["raise", "return"]
 
 def project(
     v: Float[Tensor, "*batch K"] | Numbers,
-    A: Float[Tensor, "*A_batch I K"] | Numbers | Prepared,
-    b: Float[Tensor, "*b_batch I"] | Numbers,
+    A: Float[Tensor, "*A_batch I K"] | Numbers | Prepared | None = None,
+    b: Float[Tensor, "*b_batch I"] | Numbers | None = None,
     *,
+    G: Float[Tensor, "*G_batch M K"] | Numbers | None = None,
+    lower: Float[Tensor, "*lower_batch"] | Numbers | float | None = None,
+    upper: Float[Tensor, "*upper_batch"] | Numbers | float | None = None,
     activation: str | Activation | None = None,
     solver: Solver = Newton(),
-    init: Float[Tensor, "*init_batch I"] | Solution | None = None,
+    init: Float[Tensor, "*init_batch multipliers"] | Solution | None = None,
     on_failure: OnFailure = "raise",
 ) -> Solution:
-    """The Bregman projection of σ(v) on {z : A z = b}: z = σ(v + Aᵀλ) with A z = b.
+    """The Bregman projection of σ(v) on {z : A z = b, lower ≤ G z ≤ upper}: z = σ(v + Aᵀλ + Gᵀν).
+
+    Without G, `lower` and `upper` bound z itself, which is then clipped: exactly at its bounds,
+    with no multipliers. A side is a number, (M,) or (*batch, M); None or ±inf is none.
 
     A is (I, K), dense or torch sparse, for all samples, or dense (*batch, I, K), or what
     `taut.prepare` made of it; b is (*batch, I), or (I,) for all. `activation` is "linear" unless
@@ -45,14 +51,20 @@ def project(
     >>> v = torch.tensor([1.0, 2.0, 3.0])
     >>> taut.project(v, torch.ones(1, 3), torch.ones(1), activation="exp").z  # softmax
     tensor([0.0900, 0.2447, 0.6652])
+    >>> taut.project(v / 2, torch.ones(1, 3), torch.ones(1), lower=0.0).z  # sparsemax
+    tensor([0.0000, 0.2500, 0.7500])
     """
     if torch.compiler.is_compiling():
-        return uncompiled(project)(
-            v, A, b, activation=activation, solver=solver, init=init, on_failure=on_failure
-        )
+        options = {"activation": activation, "solver": solver, "init": init}
+        sides = {"G": G, "lower": lower, "upper": upper}
+        return uncompiled(project)(v, A, b, **sides, **options, on_failure=on_failure)
     check_settings(solver, on_failure)
     init = init.multipliers if isinstance(init, Solution) else init
+    if G is not None or lower is not None or upper is not None or A is None or b is None:
+        return _within(v, A, b, (G, lower, upper), activation, solver, init, on_failure)
     if isinstance(A, Prepared):
+        if A.G is not None:
+            return _within(v, A, b, (None, None, None), activation, solver, init, on_failure)
         v, _, b, init = fitted(v, A.A, b, init)
         return projected(_usable(A, activation), v, None, b, solver, init, on_failure)
     chosen = resolve("linear" if activation is None else activation)
@@ -62,15 +74,18 @@ def project(
 
 def reconcile(
     y: Float[Tensor, "*batch K"] | Numbers,
-    A: Float[Tensor, "*A_batch I K"] | Numbers | Prepared,
-    b: Float[Tensor, "*b_batch I"] | Numbers,
+    A: Float[Tensor, "*A_batch I K"] | Numbers | Prepared | None = None,
+    b: Float[Tensor, "*b_batch I"] | Numbers | None = None,
     *,
+    G: Float[Tensor, "*G_batch M K"] | Numbers | None = None,
+    lower: Float[Tensor, "*lower_batch"] | Numbers | float | None = None,
+    upper: Float[Tensor, "*upper_batch"] | Numbers | float | None = None,
     activation: str | Activation | None = None,
     solver: Solver = Newton(),
-    init: Float[Tensor, "*init_batch I"] | Solution | None = None,
+    init: Float[Tensor, "*init_batch multipliers"] | Solution | None = None,
     on_failure: OnFailure = "raise",
 ) -> Solution:
-    """The nearest z to y that satisfies A z = b, for predictions y that are there already.
+    """The nearest z to y that satisfies the constraints, for predictions y that are there already.
 
     Nearest in the geometry of the activation: B(z‖y) is least. y may lie anywhere in the closed
     range; an output of y at an end of it stays there, and has gradient 0. Everything else is as
@@ -89,7 +104,8 @@ def reconcile(
     if on_failure == "raise" and not transforming():
         check_range("y", y, chosen)
     v = _predictor(y, chosen)
-    return project(v, A, b, activation=activation, solver=solver, init=init, on_failure=on_failure)
+    options = {"activation": activation, "solver": solver, "init": init}
+    return project(v, A, b, G=G, lower=lower, upper=upper, **options, on_failure=on_failure)
 
 
 def _predictor(y: Tensor, activation: Activation) -> Tensor:
@@ -99,6 +115,56 @@ def _predictor(y: Tensor, activation: Activation) -> Tensor:
     inside = torch.where(low | high, activation.sigma(torch.zeros_like(y)), y)
     v = activation.inverse(inside)
     return torch.where(low, -torch.inf, torch.where(high, torch.inf, v))
+
+
+def _within(
+    v: Any,
+    A: Any,
+    b: Any,
+    sides: tuple,
+    activation: str | Activation | None,
+    solver: Solver,
+    init: Any,
+    on_failure: OnFailure,
+) -> Solution:
+    """`project` with inequalities or bounds."""
+    G, lower, upper = sides
+    if isinstance(A, Prepared):
+        if G is not None:
+            raise ValueError("a Prepared has its G already: leave G out, or prepare(A, G=G).")
+        prepared = _usable(A, activation)
+        own = None if prepared.A.shape[-2] == 0 and b is None else prepared.A
+        given = fitted_sides(v, own, b, prepared.G, lower, upper, init)
+        prepared = prepared.bounded if prepared.G is None else prepared
+        return projected_within(prepared, given, False, solver, on_failure)
+    chosen = resolve("linear" if activation is None else activation)
+    given = fitted_sides(v, A, b, G, lower, upper, init)
+    return projected_within(known_with(given.A, given.G, chosen), given, True, solver, on_failure)
+
+
+def projected_within(
+    prepared: Prepared | Unprepared, given: Given, live: bool, solver: Solver, on_failure: OnFailure
+) -> Solution:
+    """`projected` with inequalities or bounds; `live` says that A and G get gradients."""
+    device = given.v.device.type
+    if torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return projected_within(prepared, given, live, solver, on_failure)
+    problem, batch = pose_sides(prepared, given, live)
+    outcome = solve(problem, solver, on_failure == "raise")
+    solution = Solution(problem, outcome, batch)
+    if on_failure == "raise" and outcome.failed > 0:
+        raise failure(solution.status, solution.residual, problem.remark, problem.statement)
+    return solution
+
+
+def known_with(A: Tensor, G: Tensor | None, activation: Activation) -> Prepared | Unprepared:
+    """`known`, with inequalities or, where G is None, bounds."""
+    if transforming() and (is_transformed(A) or is_transformed(G)):
+        return Unprepared(activation, as_map(stacked(A, G)), A.shape[-2])
+    if G is None:
+        return examined(A, activation).bounded
+    return examined_with(A, G, activation)
 
 
 def projected(

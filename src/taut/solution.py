@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from taut.certificate import reach_of_proof
 from taut.outcome import Outcome, Status, explain, tally
 from taut.problems import Problem
 
@@ -29,11 +30,12 @@ class Solution:
     z: Float[Tensor, "*batch K"]
     """The output: σ(u), with A z = b."""
     multipliers: Float[Tensor, "*batch I"]
-    """λ, one for each equation; of an INFEASIBLE sample, the certificate."""
+    """λ, one for each equation, then those of G: > 0 at its lower side, < 0 at its upper one, 0
+    where it is inactive. Of an INFEASIBLE sample, the certificate."""
     u: Float[Tensor, "*batch K"]
     """v + Aᵀλ."""
     residual: Float[Tensor, "*batch"]
-    """The largest |A z − b| of the sample."""
+    """The largest |A z − b| or violation of the sample."""
     iterations: Int[Tensor, "*batch"]
     """How many the solver took."""
     status: Int[Tensor, "*batch"]
@@ -71,6 +73,32 @@ class Solution:
         return self.status == Status.CONVERGED
 
     @property
+    def active(self) -> Int[Tensor, "*batch _"]:
+        """For each row of G, or each bound on z: 1 at its lower, −1 at its upper side, else 0."""
+        outcome = self._outcome
+        found = self._problem.active(outcome.multipliers, outcome.u, outcome.z)
+        return found.reshape(*self.status.shape, found.shape[-1])
+
+    @property
+    def radius(self) -> Float[Tensor, "*batch"]:
+        """How far the proof of an INFEASIBLE sample goes: no z with |z| ≤ radius will do.
+
+        It is inf for a full proof, and NaN where there is none.
+        """
+        with torch.no_grad():
+            C, *others = self._problem.sides
+            infeasible = self._outcome.status == Status.INFEASIBLE
+            if C.sparse:
+                found = torch.full_like(self._outcome.residual, torch.inf)
+            else:
+                lower, upper, least, most = (x.detach().double() for x in others)
+                ν = self._outcome.multipliers.detach().double()
+                C = C.over(C.data.detach().double())
+                found = reach_of_proof(ν, C, lower, upper, least, most)
+            found = found.where(infeasible & (found > 0), torch.nan).to(self.z.dtype)
+        return found.reshape(self.status.shape)
+
+    @property
     def condition(self) -> Float[Tensor, "*batch"]:
         """The condition number of A's rows, scaled to length 1, as estimated; NaN for a sparse A.
 
@@ -88,7 +116,8 @@ class Solution:
         >>> print(solution.report()[:50])
         1 of 2 samples could not be projected on A z = b.
         """
-        return explain(self.status, self.residual, self._problem.remark)
+        remark, statement = self._problem.remark, self._problem.statement
+        return explain(self.status, self.residual, remark, statement)
 
     def __reduce__(self) -> tuple:
         return Solution, (self._problem, self._outcome, self.status.shape)

@@ -30,7 +30,8 @@ class ConditionWarning(UserWarning):
 
 def unexamined(A: LinearMap) -> Plain:
     """The equations as they are, where looking at them would mean making A dense."""
-    return Plain(A, A.data.new_tensor(torch.nan))
+    shape = () if A.shared else A.data.shape[:-2]
+    return Plain(A, A.data.new_full(shape, torch.nan))
 
 
 def analyse(A: Float[Tensor, "*n I K"], precision: float, warn: bool = True) -> Basis:

@@ -3,9 +3,11 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from taut.maps import LinearMap
 from taut.outcome import Status
 from taut.systems import Known
 
@@ -68,6 +70,20 @@ class Problem(ABC):
     @abstractmethod
     def take(self, index: Int[Tensor, "n"]) -> "Problem":
         """Some of the samples."""
+
+    @property
+    def statement(self) -> str:
+        """What is asked of z, for messages."""
+        return "A z = b"
+
+    @property
+    @abstractmethod
+    def sides(self) -> tuple[LinearMap, Tensor, Tensor, Tensor, Tensor]:
+        """C, lower, upper, and the ends between which z may lie: what a proof is about."""
+
+    def active(self, multipliers: Tensor, u: Tensor, z: Tensor) -> Int[Tensor, "N _"]:
+        """1 for an inequality or a bound held at its lower side, −1 at its upper one, else 0."""
+        return torch.zeros(len(z), 0, dtype=torch.int8, device=z.device)
 
     @abstractmethod
     def value(self, multipliers: Tensor, u: Tensor) -> Float[Tensor, "N"]:

@@ -110,6 +110,11 @@ class Linear(Problem):
             self, prepared=prepared, v=self.v[index], data=data, b=self.b[index], start=start
         )
 
+    @property
+    def sides(self) -> tuple[LinearMap, Tensor, Tensor, Tensor, Tensor]:
+        least, most = (x.expand_as(self.v) for x in self.prepared.activation.range.bounds(self.v))
+        return self.A, self.b, self.b, least, most
+
     def residual(self, z: Float[Tensor, "N K"]) -> Float[Tensor, "N I"]:
         """A z − b: the gradient of D where z = σ(v + Aᵀλ)."""
         return self.A.excess(z, self.b)

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from taut.backends import Rules
 from taut.outcome import Outcome, Status
-from taut.problems import Linear, Problem
+from taut.problems import Inequalities, Linear, Problem
 from taut.solvers.anneal import anneal
 from taut.solvers.around import held_outputs, portions, whole, without
 from taut.solvers.base import Solver, enter, leave
+from taut.solvers.bounds import inequalities
 from taut.solvers.step import Search, State, newton_step, worth_leaving_out
 from taut.solvers.verdict import Verdicts, judge
 
@@ -95,7 +96,11 @@ def _plainly(problem: Linear, rules: Rules) -> Outcome:
     return leave(problem, task, finite, _iterate(Search.of(task, rules, dtype), start))
 
 
-_METHODS: dict[type[Problem], Any] = {Linear: equations}
+def _inequalities(problem: Inequalities, rules: Rules) -> Outcome:
+    return inequalities(problem, rules, Newton(rules.tol, rules.max_iterations, rules.dtype).solve)
+
+
+_METHODS: dict[type[Problem], Any] = {Linear: equations, Inequalities: _inequalities}
 
 
 def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

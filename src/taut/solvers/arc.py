@@ -1,0 +1,202 @@
+"""Newton's method on D along projected arcs: multipliers that would change their sign stop at 0."""
+
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from taut.backends import Rules
+from taut.outcome import Status
+from taut.solvers.sides import EPS, TINY, Levels, Point, Sides, masked
+from taut.systems import Factor
+
+# A pivot below this part of its diagonal says that active rows depend on each other.
+_DEPENDENT = 1e-11
+
+
+@final
+class Found(NamedTuple):
+    """Every sample as it was when it was closed; status −1 where it is open still."""
+
+    point: Point
+    status: Int[Tensor, "N"]
+    iterations: Int[Tensor, "N"]
+    level: Float[Tensor, "N"]  # of the optimality conditions, over |side| + |C||z|
+
+
+@final
+class _Progress(NamedTuple):
+    """How the samples being worked on have come along."""
+
+    place: Int[Tensor, "n"]  # in the batch
+    best: Float[Tensor, "n"]  # the smallest level so far
+    stalls: Int[Tensor, "n"]  # for how many iterations it has not been halved
+    broken: Int[Tensor, "n"]  # how often the active rows depended on each other
+
+    def take(self, index: Tensor) -> "_Progress":
+        return _Progress(*(x[index] for x in self))
+
+
+def newton(
+    sides: Sides, start: Float[Tensor, "N M"] | None, rules: Rules, budget: int, last: bool = False
+) -> Found:
+    """At most `budget` steps from `start`.
+
+    A first attempt leaves a sample open when its active rows depend on each other: the interior
+    point method does not mind. The `last` one damps its steps instead.
+    """
+    n, device = len(sides.v), sides.v.device
+    ν = torch.zeros_like(sides.lower) if start is None else _signed(sides, start)
+    point = sides.point(ν)
+    place = torch.arange(n, device=device)
+    found = Found(Point(*(x.clone() for x in point)), place * 0 - 1, place * 0, ν.new_ones(n))
+    progress = _Progress(place, ν.new_full((n,), torch.inf), place * 0, place * 0)
+    for iteration in range(budget + 1):
+        if not len(point.u):
+            break
+        s = sides.gradient(point.multipliers, point.r)
+        levels, s = sides.measure(point, s)
+        stalls = (progress.stalls + 1).masked_fill(levels.plain < 0.5 * progress.best, 0)
+        best = torch.minimum(progress.best, levels.plain)
+        progress = progress._replace(best=best, stalls=stalls)
+        done = _converged(levels, stalls, rules)
+        closed = done | (iteration == budget)
+        if not last:
+            closed = closed | (progress.broken > 1)
+        if bool(closed.any()):
+            _close(found, sides, point, progress.place, closed, done, levels, iteration)
+            left = (~closed).nonzero().squeeze(-1)
+            sides, point, progress = sides.take(left), point.take(left), progress.take(left)
+            s, levels = s[left], Levels(*(x[left] for x in levels))
+            if not len(left):
+                break
+        orthant = torch.where(point.multipliers != 0, point.multipliers.sign(), -s.sign())
+        active = (orthant != 0) | sides.equal
+        s = s.masked_fill(~active, 0)
+        damping = 1e-4 * levels.plain.clamp(max=1.0) if last else torch.zeros_like(levels.plain)
+        step, broken = _direction(sides, point.w, s, active, damping)
+        progress = progress._replace(broken=progress.broken + broken)
+        point = _search(sides, point, step, s, orthant, rules)
+    return found
+
+
+def _signed(sides: Sides, start: Tensor) -> Tensor:
+    """A start without signs that the sides do not allow."""
+    none = (sides.lower == -torch.inf) & (start > 0) | (sides.upper == torch.inf) & (start < 0)
+    return start.masked_fill(none, 0)
+
+
+def _converged(levels: Levels, stalls: Tensor, rules: Rules) -> Bool[Tensor, "n"]:
+    stopped = (levels.rough <= 4 * EPS) | ((levels.rough <= 1e-13) & (stalls > 1))
+    return (levels.plain <= max(rules.tol or 0.0, 8 * EPS)) | ((levels.fair <= 1e-12) & stopped)
+
+
+def _close(
+    found: Found,
+    sides: Sides,
+    point: Point,
+    place: Tensor,
+    closed: Tensor,
+    done: Tensor,
+    levels: Levels,
+    iteration: int,
+) -> None:
+    """Write what became of the closed samples."""
+    index = closed.nonzero().squeeze(-1)
+    at, part = place[index], point.take(index)
+    rough = (done & (levels.plain > 4 * EPS))[index].nonzero().squeeze(-1)
+    if len(rough):
+        z = sides.take(index[rough]).refined(part.take(rough))
+        part = part._replace(z=part.z.index_copy(0, rough, z))
+    found.point.write(at, part)
+    found.status.index_copy_(0, at, done[index].long() - 1)  # CONVERGED is 0
+    found.iterations.index_fill_(0, at, iteration)
+    found.level.index_copy_(0, at, levels.plain[index])
+
+
+assert int(Status.CONVERGED) == 0  # noqa: S101
+
+
+def _direction(
+    sides: Sides, w: Tensor, s: Tensor, active: Tensor, damping: Tensor
+) -> tuple[Tensor, Bool[Tensor, "n"]]:
+    """−H⁻¹s on the active rows, and where those depend on each other."""
+    gram = sides.C.gram(w)
+    diagonal = gram.diagonal(dim1=-2, dim2=-1).clone()
+    own = diagonal * (1 + 1e-14 + damping.unsqueeze(-1)) + TINY
+    gram = masked(gram, active, 0.0)
+    gram.diagonal(dim1=-2, dim2=-1).copy_(torch.where(active, own, 1))
+    triangle, info = torch.linalg.cholesky_ex(gram)
+    pivots = triangle.diagonal(dim1=-2, dim2=-1).square() / own
+    pivots = torch.where(active, pivots, 1)
+    least = pivots.amin(-1) if pivots.shape[-1] else torch.ones_like(damping)
+    broken = (info > 0) | ~(least > _DEPENDENT)
+    bad, lift = (info > 0).nonzero().squeeze(-1), 1e-12
+    while len(bad) and lift < 1:
+        few = gram[bad]
+        few.diagonal(dim1=-2, dim2=-1).add_(torch.where(active, lift * diagonal + TINY, 0)[bad])
+        again, info = torch.linalg.cholesky_ex(few)
+        triangle.index_copy_(0, bad, again)
+        bad, lift = bad[info > 0], 100 * lift
+    step = Factor(triangle, None, None).solve(-s)
+    return torch.where(active, step, 0), broken
+
+
+@final
+class _Trial(NamedTuple):
+    """How long a step is tried, for each sample."""
+
+    length: Float[Tensor, "n"]
+    low: Float[Tensor, "n"]  # the longest that was too short
+    grows: Bool[Tensor, "n"]
+
+
+def _search(
+    sides: Sides, point: Point, step: Tensor, s: Tensor, orthant: Tensor, rules: Rules
+) -> Point:
+    """ν(α) = [ν + α step] in its orthant, judged by the slope of D at the end of the chord."""
+    far = sides.C.adjoint(step).abs().amax(-1)
+    whole, new = torch.ones_like(far), Point(*(x.clone() for x in point))
+    first = whole if sides.straight else torch.where(far > rules.reach, rules.reach / far, whole)
+    trial = _Trial(first, torch.zeros_like(far), torch.ones_like(far, dtype=torch.bool))
+    side = torch.where(orthant > 0, sides.lower, sides.upper)
+    active = (orthant != 0) | sides.equal
+    todo = torch.arange(len(far), device=far.device)
+    start = point.multipliers
+    for _ in range(rules.trials):
+        ν = start + trial.length.unsqueeze(-1) * step
+        ν = torch.where(sides.equal | (ν * orthant > 0), ν, 0)
+        here = sides.point(ν)
+        new.write(todo, here)
+        change = ν - start
+        before = (change * s).sum(-1).abs()
+        after = (change * torch.where(active, here.r - side, 0)).sum(-1)
+        held = side.abs().nan_to_num(posinf=0.0)
+        longer, trial = _judged(trial, before, after, (change.abs() * held).sum(-1), sides, rules)
+        index = longer.nonzero().squeeze(-1)
+        if not len(index):
+            break
+        if len(index) < len(todo):
+            todo, sides, trial = todo[index], sides.take(index), _taken(trial, index)
+            start, step, s, orthant = (x[index] for x in (start, step, s, orthant))
+            side, active = side[index], active[index]
+    return new
+
+
+def _judged(
+    trial: _Trial, before: Tensor, after: Tensor, size: Tensor, sides: Sides, rules: Rules
+) -> tuple[Bool[Tensor, "n"], _Trial]:
+    """Which samples try another length, and which."""
+    length, low, grows = trial
+    long = ~(after <= rules.overshoot * before + 1e-15 * size)
+    short = (after < -rules.undershoot * before) & grows & (not sides.straight)
+    cut = (before / (before + after)).nan_to_num(rules.cut).clamp(rules.cut, 0.5)
+    other = torch.where(short, rules.growth * length, length)
+    other = torch.where(long, low + (length - low) * cut, other)
+    trial = _Trial(other, torch.where(short, length, low), short & (length < rules.longest))
+    return long | short, trial
+
+
+def _taken(trial: _Trial, index: Tensor) -> _Trial:
+    return _Trial(*(x[index] for x in trial))

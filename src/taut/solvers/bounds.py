@@ -1,0 +1,201 @@
+"""Inequalities: from a problem to its sides in float64, through the chain, and back."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from taut.backends import Rules
+from taut.certificate import reach_of_proof
+from taut.outcome import Outcome, Status
+from taut.problems import Inequalities, Linear
+from taut.solvers.around import held_outputs
+from taut.solvers.chain import Chained, chain
+from taut.solvers.sides import EPS, Sides
+from taut.solvers.split import Split
+from taut.systems import wide
+
+Equations = Callable[[Linear], Outcome]
+
+
+def inequalities(problem: Inequalities, rules: Rules, equations: Equations) -> Outcome:
+    """A verdict on every sample. The equations alone are solved first, by `equations`:
+
+    where they satisfy the rest, that is the answer, with the bits that they have without it.
+    """
+    outcome = Outcome.open(problem.v, problem.lower.shape[-1])
+    if not len(problem.v):
+        return outcome
+    outcome, start, held = _equations_first(problem, outcome, equations)
+    left = outcome.left()
+    if len(left):
+        part = problem.take(left)
+        start = None if start is None else start[left]
+        outcome = outcome.write(left, _solved(part, held.take(left), start, rules))
+    return replace(outcome, failed=int((outcome.status != Status.CONVERGED).sum()))
+
+
+@final
+class _Ends(NamedTuple):
+    """Outputs held at an end of the range, and where that is; NaN elsewhere."""
+
+    end: Float[Tensor, "n K"] | None
+
+    def take(self, index: Tensor) -> "_Ends":
+        return self if self.end is None else _Ends(self.end[index])
+
+
+def _equations_first(
+    problem: Inequalities, outcome: Outcome, equations: Equations
+) -> tuple[Outcome, Tensor | None, _Ends]:
+    """What the equations alone decide; where to start with the rest; which outputs are held."""
+    alone = _alone(problem)
+    found = held_outputs(alone)
+    end = None
+    if found is not None:
+        end = torch.full_like(problem.v, torch.nan, dtype=wide(problem.v))
+        end[found.index] = found.end.to(end.dtype).masked_fill(~found.which, torch.nan)
+    if problem.start is not None or not problem.equations:
+        return outcome, problem.start, _Ends(end)
+    first = equations(alone)
+    more = problem.lower.shape[-1] - problem.equations
+    multipliers = torch.nn.functional.pad(first.multipliers, (0, more))
+    sides = _sides(problem, _Ends(None))
+    z = first.z.to(sides.v.dtype)
+    good = sides.below(problem.equations).keeps(z, 2 * EPS)
+    good = good & (sides.clip(z) == z).all(-1) & ~_empty(sides)
+    kept = (first.status == Status.CONVERGED) & good
+    decided = kept | (first.status == Status.INFEASIBLE) | (first.status == Status.INCONSISTENT)
+    index = decided.nonzero().squeeze(-1)
+    first = replace(first, multipliers=multipliers, residual=problem.largest_violation(first.z))
+    outcome = outcome.write(index, first.take(index))
+    usable = (first.status == Status.CONVERGED).unsqueeze(-1) & ~first.u.isinf().any(-1, True)
+    return outcome, multipliers.where(usable, 0), _Ends(end)
+
+
+def _alone(problem: Inequalities) -> Linear:
+    """The equations alone."""
+    prepared = getattr(problem.prepared, "alone", None) or problem.prepared
+    data = problem.data[..., : problem.equations, :]
+    return Linear(prepared, problem.v, data, problem.lower[:, : problem.equations])
+
+
+def _sides(problem: Inequalities, held: _Ends) -> Sides:
+    """Rows, sides and bounds in float64; held outputs have both bounds at their end."""
+    dtype = wide(problem.v)
+    v, lower, upper = (x.to(dtype) for x in (problem.v, problem.lower, problem.upper))
+    C = problem.prepared.map.over(problem.data.to(dtype))
+    floor = ceiling = None
+    if problem.bounds:
+        floor, ceiling = (x.to(dtype) for x in problem.bounds)
+    if held.end is not None:
+        which = ~held.end.isnan()
+        none = torch.full_like(v, torch.inf)
+        floor = torch.where(which, held.end, -none if floor is None else floor)
+        ceiling = torch.where(which, held.end, none if ceiling is None else ceiling)
+        v = v.masked_fill(which, 0)
+    activation, line = problem.prepared.activation, problem.prepared.line
+    return Sides(activation, line, C, v, lower, upper, floor, ceiling)
+
+
+def _empty(sides: Sides) -> Bool[Tensor, "n"]:
+    """Where a lower side is above the upper one."""
+    empty = (sides.lower > sides.upper).any(-1)
+    if sides.floor is not None and sides.ceiling is not None:
+        least, most = sides.ends()
+        empty = empty | (least > most).any(-1)
+    return empty
+
+
+def _finite(sides: Sides) -> Bool[Tensor, "n"]:
+    """Which samples have numbers only; a side that is not there is one."""
+    n, whole = len(sides.v), sides.C.data.isfinite()
+    fine = whole.all().expand(n) if sides.C.shared else whole.reshape(n, -1).all(-1)
+    fine = fine & sides.v.isfinite().all(-1)
+    pairs = [(sides.lower, sides.upper)]
+    if sides.floor is not None and sides.ceiling is not None:
+        pairs.append((sides.floor, sides.ceiling))
+    for low, high in pairs:
+        fine = fine & ((low < torch.inf) & (high > -torch.inf)).all(-1)
+    return fine & ~(sides.lower.isinf() & sides.equal).any(-1)
+
+
+def _solved(problem: Inequalities, held: _Ends, start: Tensor | None, rules: Rules) -> Outcome:
+    """The samples that the equations alone do not decide."""
+    sides = _sides(problem, held)
+    finite, empty = _finite(sides), _empty(sides)
+    index = (finite & ~empty).nonzero().squeeze(-1)
+    outcome = _undecided(problem, sides, finite)
+    if len(index):
+        part, own = problem.take(index), sides.take(index)
+        begin = None if start is None else _near(own, start[index].to(own.v.dtype))
+        solved = _chained(own, problem.equations, begin, rules, problem.v.dtype)
+        outcome = outcome.write(index, _outcome(part, own, held.take(index), solved, rules))
+    return outcome
+
+
+def _undecided(problem: Inequalities, sides: Sides, finite: Tensor) -> Outcome:
+    """NONFINITE samples, and those whose sides are INFEASIBLE by themselves."""
+    outcome = Outcome.open(problem.v, problem.lower.shape[-1])
+    infeasible = torch.full_like(outcome.status, int(Status.INFEASIBLE))
+    status = infeasible.where(finite, int(Status.NONFINITE))
+    z = sides.clip(problem.prepared.activation.sigma(sides.v)).to(problem.v.dtype)
+    residual = problem.largest_violation(z)
+    return replace(outcome, z=z, u=problem.v.clone(), residual=residual, status=status)
+
+
+def _near(sides: Sides, start: Tensor) -> Tensor:
+    """A start that is not a number, or absurdly far, is worse than none."""
+    y = sides.C.abs().adjoint(start.nan_to_num().abs()).amax(-1)
+    near = start.isfinite().all(-1) & (y <= 1e3 * (1 + sides.v.abs().amax(-1)))
+    return start.nan_to_num().where(near.unsqueeze(-1), 0)
+
+
+def _chained(
+    sides: Sides, equations: int, start: Tensor | None, rules: Rules, dtype: torch.dtype
+) -> Chained:
+    """The chain, with rows of one entry as bounds on z."""
+    exact, split = dtype == torch.float64, Split.of(sides.C, equations)
+    if split is None:
+        return chain(sides, start, rules, exact)
+    box = split.box(sides)
+    inner = split.within(sides, box)
+    begin = None if start is None else start[:, split.rest]
+    point, status, iterations = chain(inner, begin, rules, exact)
+    whole = split.whole(sides, box, point)
+    ok = whole.multipliers.isfinite().all(-1) | (status != Status.CONVERGED)
+    status = status.where(ok, int(Status.MAX_ITERATIONS))
+    least, most = inner.ends()
+    beyond = box.floor > most, box.ceiling < least
+    proof = split.proof(sides, box, point.multipliers, beyond)
+    proof = proof if exact else proof.float().double()
+    reach = reach_of_proof(proof, sides.C, sides.lower, sides.upper, *sides.ends())
+    proven = (status == Status.INFEASIBLE) | (beyond[0] | beyond[1]).any(-1)
+    status = torch.where(proven, int(Status.INFEASIBLE), status)
+    status = status.where(~proven | (reach > 0), int(Status.MAX_ITERATIONS))
+    multipliers = torch.where(proven.unsqueeze(-1), proof, whole.multipliers)
+    return Chained(whole._replace(multipliers=multipliers), status, iterations)
+
+
+def _outcome(
+    problem: Inequalities, sides: Sides, held: _Ends, solved: Chained, rules: Rules
+) -> Outcome:
+    """In the dtype of v; CONVERGED where every row keeps the rule."""
+    (multipliers, u, z, _, _), status, iterations = solved
+    dtype = problem.v.dtype
+    broken = (status == Status.CONVERGED) & ~sides.keeps(z, rules.cap(dtype))
+    status = status.masked_fill(broken, int(Status.MAX_ITERATIONS))
+    if held.end is not None:
+        which = ~held.end.isnan()
+        upper = problem.prepared.activation.range.bounds(held.end)[1]
+        u = torch.where(which, torch.where(held.end == upper, torch.inf, -torch.inf), u)
+    multipliers, u, z = (x.to(dtype) for x in (multipliers, u, z))
+    fits = multipliers.isfinite().all(-1) & z.isfinite().all(-1)
+    status = status.where(fits, int(Status.NONFINITE))
+    residual = problem.largest_violation(z)
+    failed = int((status != Status.CONVERGED).sum())
+    made = Outcome(z, multipliers, u, residual, iterations, status, failed)
+    return replace(made, held=held.end is not None)

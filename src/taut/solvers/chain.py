@@ -1,0 +1,154 @@
+"""Newton, where it leaves samples open the interior point method, and Newton again to polish."""
+
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from taut.backends import Rules
+from taut.certificate import rays, reach_of_proof
+from taut.outcome import Status
+from taut.solvers.arc import Found, newton
+from taut.solvers.interior import interior
+from taut.solvers.sides import EPS, Point, Sides
+
+_FIRST, _INNER, _POLISH, _LAST = 12, 100, 20, 150  # steps of each part, at most
+_PATIENCE = 4  # interior steps between two attempts of a proof
+_FAR = 1e8  # a proof for |z| ≤ R decides from an R of so many times the numbers given
+
+
+@final
+class Chained(NamedTuple):
+    """A verdict on every sample; multipliers of INFEASIBLE ones are the proof."""
+
+    point: Point
+    status: Int[Tensor, "N"]
+    iterations: Int[Tensor, "N"]
+
+
+def chain(sides: Sides, start: Float[Tensor, "N M"] | None, rules: Rules, exact: bool) -> Chained:
+    """Solve every sample, or prove that it cannot be solved.
+
+    Without `exact`, proofs are made of numbers that float32 has too.
+    """
+    work = _Work(sides, rules, exact, newton(sides, start, rules, _within(rules, _FIRST)))
+    left = work.open()
+    if len(left):
+        left = left[~work.prove(left, work.found.point.multipliers[left])]
+    if len(left):
+        left = work.inner(left, 1e-8, True)
+    if len(left):
+        # More tight rows than outputs that have not saturated: Newton is singular on any active
+        # set, the interior point method is not.
+        left = work.inner(left, 1e-13, False)
+    if len(left):
+        again = None if start is None else start[left]
+        work.renew(left, newton(sides.take(left), again, rules, _within(rules, _LAST), True))
+        left = left[work.found.status[left] < 0]
+        work.prove(left, work.found.point.multipliers[left])
+    return work.tidied()
+
+
+def _within(rules: Rules, steps: int) -> int:
+    return min(steps, rules.max_iterations)
+
+
+@final
+class _Work:
+    """What is known so far of every sample; written to in place."""
+
+    def __init__(self, sides: Sides, rules: Rules, exact: bool, found: Found):
+        self.sides, self.rules, self.exact, self.found = sides, rules, exact, found
+        self.iterations = found.iterations.clone()
+        size = sides.v.abs().amax(-1)
+        for x in (sides.lower, sides.upper):
+            if x.shape[-1]:
+                size = size + x.where(x.isfinite(), 0).abs().amax(-1)
+        self.need = _FAR * (1 + size)
+
+    def open(self) -> Int[Tensor, "n"]:
+        return (self.found.status < 0).nonzero().squeeze(-1)
+
+    def renew(self, index: Tensor, part: Found) -> None:
+        """The samples at `index` as Newton left them now."""
+        self.found.point.write(index, part.point)
+        self.found.status.index_copy_(0, index, part.status)
+        self.found.level.index_copy_(0, index, part.level)
+        self.iterations.index_add_(0, index, part.iterations)
+
+    def inner(self, index: Tensor, tol: float, watched: bool) -> Int[Tensor, "n"]:
+        """The interior point method to `tol`, then Newton; the samples that are open still."""
+        sides, proven = self.sides.take(index), torch.zeros_like(index, dtype=torch.bool)
+
+        def watch(place: Tensor, ν: Tensor, iteration: int) -> Tensor:
+            if iteration < 3 or iteration % _PATIENCE:
+                return torch.zeros_like(place, dtype=torch.bool)
+            done = self.prove(index[place], ν)
+            proven[place[done]] = True
+            return done
+
+        steps = _within(self.rules, _INNER)
+        ended = interior(sides, tol, steps, watch if watched else None)
+        self.iterations.index_add_(0, index, ended.iterations)
+        rest = (~proven).nonzero().squeeze(-1)
+        if len(rest):
+            polish = _within(self.rules, _POLISH)
+            part = newton(sides.take(rest), ended.start[rest], self.rules, polish, True)
+            self.renew(index[rest], part)
+            rest = rest[part.status < 0]
+            if not watched and len(rest):
+                rest = rest[~self.prove(index[rest], ended.raw[rest])]
+        return index[rest]
+
+    def prove(self, index: Tensor, multipliers: Tensor) -> Tensor:
+        """Which of the samples at `index` are infeasible; writes the verdict and its proof."""
+        sides, need = self.sides.take(index), self.need[index]
+        best, proof = torch.full_like(need, -1.0), torch.zeros_like(multipliers)
+        ends = sides.ends()
+        for ray in rays(multipliers, sides.C, *ends):
+            ray = ray if self.exact else ray.float().double()
+            given = (sides.C, sides.lower, sides.upper, *ends)
+            likely = reach_of_proof(ray, *given, safe=False) >= need
+            few = likely.nonzero().squeeze(-1)
+            if not len(few):
+                continue
+            part = sides.take(few)
+            given = (part.C, part.lower, part.upper, *part.ends())
+            reach = torch.full_like(best, -1.0)
+            reach = reach.index_copy(0, few, reach_of_proof(ray[few], *given))
+            proof = torch.where((reach > best).unsqueeze(-1), ray, proof)
+            best = torch.maximum(reach, best)
+        proven = best >= need
+        at = index[proven]
+        self.found.point.multipliers.index_copy_(0, at, proof[proven])
+        self.found.status.index_fill_(0, at, int(Status.INFEASIBLE))
+        return proven
+
+    def tidied(self) -> Chained:
+        """Multipliers that cannot be told from 0 are 0: their rows count as inactive.
+
+        They move u by less than its rounding, and the conditions hold as well without them.
+        """
+        sides, point, status = self.sides, self.found.point, self.found.status
+        status = status.where(status >= 0, int(Status.MAX_ITERATIONS))
+        ν = point.multipliers
+        if ν.shape[-1]:
+            blur = 1 + (sides.v.abs() + point.u.abs()).amax(-1, keepdim=True)
+            idle = ν.abs() * sides.C.abs().data.amax(-1) <= 64 * EPS * blur
+            idle = idle & (ν != 0) & ~sides.equal & (status == Status.CONVERGED).unsqueeze(-1)
+            index = idle.any(-1).nonzero().squeeze(-1)
+            if len(index):
+                self._drop(index, idle[index])
+        return Chained(point, status, self.iterations)
+
+    def _drop(self, index: Tensor, idle: Tensor) -> None:
+        """Set these multipliers to 0 where the conditions then hold as well."""
+        sides, point = self.sides.take(index), self.found.point
+        without = sides.point(point.multipliers[index].masked_fill(idle, 0))
+        levels, _ = sides.measure(without, sides.gradient(without.multipliers, without.r))
+        fine = (levels.fair <= 1e-12) & (levels.rough <= 1e-13)
+        fine = fine | (levels.plain <= self.found.level[index])
+        few = fine.nonzero().squeeze(-1)
+        part, few_sides = without.take(few), sides.take(few)
+        point.write(index[few], part._replace(z=few_sides.refined(part)))

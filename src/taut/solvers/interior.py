@@ -1,0 +1,380 @@
+"""A primal-dual interior point method on D, for samples whose active rows Newton does not find.
+
+Rows have length 1. Slacks `below` = C z − lower and `above` = upper − C z have multipliers `up` and
+`down`, ν = up − down, and u = t v + Cᵀν holds exactly. The logits are annealed: t, a variable of
+the path like the others, grows to 1. Bounds on z are K more rows, eliminated from the system.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from taut.activations import Activation
+from taut.maps import LinearMap
+from taut.solvers.sides import TINY, Sides
+
+_START = 2.0  # the largest logit that the path begins with
+_GROWTH = 3.0  # of t, a step
+_REACH = 4.0  # how far u may move in a step
+_NEARLY = 0.99  # of the way to the next slack or multiplier that would be 0
+_LOOSE = 0.03  # how far C z may be from what was predicted while t moves
+_LEAST = 1e-3  # of the largest row: no row is measured by less
+
+#: Multipliers of some samples, at an iteration: which of them need no more work?
+Watch = Callable[[Tensor, Tensor, int], Tensor]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Rows of length 1, then bounds on z: one list."""
+
+    activation: Activation
+    line: bool
+    C: LinearMap
+    norm: Float[Tensor, "*n M"]
+    v: Float[Tensor, "n K"]
+    boxed: bool
+    lower: Float[Tensor, "n L"]  # 0 where there is none
+    upper: Float[Tensor, "n L"]
+    equal: Bool[Tensor, "n L"]
+    has_lower: Bool[Tensor, "n L"]  # and is no equation
+    has_upper: Bool[Tensor, "n L"]
+    unit_z: Float[Tensor, "n 1"]  # sizes of slacks and of multipliers
+    unit_u: Float[Tensor, "n 1"]
+
+    @staticmethod
+    def of(sides: Sides) -> "_Rows":
+        norm = sides.C.data.norm(dim=-1).clamp_min(TINY)
+        C = sides.C.over(sides.C.data / norm.unsqueeze(-1))
+        lower, upper = sides.lower / norm, sides.upper / norm
+        boxed = sides.floor is not None and sides.ceiling is not None
+        if sides.floor is not None and sides.ceiling is not None:
+            lower, upper = (
+                torch.cat(x, -1) for x in ((lower, sides.floor), (upper, sides.ceiling))
+            )
+        equal = lower == upper
+        low, high = lower.isfinite() & ~equal, upper.isfinite() & ~equal
+        lower, upper = lower.where(lower.isfinite(), 0), upper.where(upper.isfinite(), 0)
+        unit = sides.v.new_ones(len(sides.v), 1)
+        given = (C, norm, sides.v, boxed, lower, upper, equal, low, high, unit, unit)
+        return _Rows(sides.activation, sides.line, *given)
+
+    def apply(self, z: Tensor) -> Float[Tensor, "n L"]:
+        return torch.cat([self.C.apply(z), z], -1) if self.boxed else self.C.apply(z)
+
+    def adjoint(self, ν: Tensor) -> Float[Tensor, "n K"]:
+        count = self.C.shape[0]
+        return self.C.adjoint(ν[:, :count]) + ν[:, count:] if self.boxed else self.C.adjoint(ν)
+
+    def terms(self, z: Tensor) -> Float[Tensor, "n L"]:
+        """|C||z|."""
+        size = self.C.abs().apply(z.abs())
+        return torch.cat([size, z.abs()], -1) if self.boxed else size
+
+    def with_units(self, unit_z: Tensor, unit_u: Tensor) -> "_Rows":
+        return _Rows(**{**self.__dict__, "unit_z": unit_z, "unit_u": unit_u})
+
+    def take(self, index: Tensor) -> "_Rows":
+        own = {name: x for name, x in self.__dict__.items()}
+        for name in ("v", "lower", "upper", "equal", "has_lower", "has_upper", "unit_z", "unit_u"):
+            own[name] = own[name][index]
+        own["C"] = self.C.take(index)
+        own["norm"] = self.norm if self.C.shared else self.norm[index]
+        return _Rows(**own)
+
+
+@final
+class _Path(NamedTuple):
+    """Where the samples are."""
+
+    t: Float[Tensor, "n 1"]
+    ν: Float[Tensor, "n L"]
+    below: Float[Tensor, "n L"]
+    above: Float[Tensor, "n L"]
+    up: Float[Tensor, "n L"]
+    down: Float[Tensor, "n L"]
+    u: Float[Tensor, "n K"]
+    z: Float[Tensor, "n K"]
+    r: Float[Tensor, "n L"]
+
+    def take(self, index: Tensor) -> "_Path":
+        return _Path(*(x[index] for x in self))
+
+
+@final
+class _Move(NamedTuple):
+    """A direction for all of them."""
+
+    ν: Tensor
+    u: Tensor
+    r: Tensor
+    below: Tensor
+    above: Tensor
+    up: Tensor
+    down: Tensor
+
+
+@final
+class Ended(NamedTuple):
+    """What the method ended with."""
+
+    start: Float[Tensor, "N M"]  # ν with 0 in the rows that look inactive, for Newton to polish
+    raw: Float[Tensor, "N M"]  # ν as it was
+    iterations: Int[Tensor, "N"]
+
+
+def interior(sides: Sides, tol: float, budget: int, watch: Watch | None = None) -> Ended:
+    """Follow the path to `tol`, or for `budget` steps."""
+    rows = _Rows.of(sides)
+    rows, path = _begin(rows)
+    n, count = sides.lower.shape
+    place = torch.arange(n, device=sides.v.device)
+    ended = Ended(sides.v.new_zeros(n, count), sides.v.new_zeros(n, count), place * 0)
+    for iteration in range(budget + 1):
+        gap = _gap(rows, path)
+        size, error = _error(rows, path)
+        stop = ((error <= tol) & (path.t == 1).squeeze(-1)) | ~(error < torch.inf)
+        stop = stop | (iteration == budget)
+        if watch is not None:
+            stop = stop | watch(place, path.ν[:, :count] / rows.norm, iteration)
+        if bool(stop.any()):
+            index, left = stop.nonzero().squeeze(-1), (~stop).nonzero().squeeze(-1)
+            _end(ended, rows.take(index), path.take(index), place[index], iteration)
+            if not len(left):
+                break
+            rows, path, place = rows.take(left), path.take(left), place[left]
+            gap, size = gap[left], size[left]
+        path = _step(rows, path, gap, size)
+    return ended
+
+
+def _begin(rows: _Rows) -> tuple[_Rows, _Path]:
+    """A point between the sides, near σ(t v), and sizes for slacks and multipliers."""
+    v, low, high = rows.v, rows.has_lower, rows.has_upper
+    t = torch.ones_like(rows.unit_z)
+    if not rows.line:
+        t = (_START / v.abs().amax(-1, keepdim=True).clamp_min(TINY)).clamp(max=1.0)
+    z, w = rows.activation.sigma(t * v), rows.activation.slope(t * v)
+    r = rows.apply(z)
+    unit_z, unit_u = w.amax(-1, keepdim=True), torch.ones_like(rows.unit_u)
+    if rows.line:
+        off = torch.where(low | rows.equal, rows.lower - r, 0)
+        off = torch.maximum(off, torch.where(high | rows.equal, r - rows.upper, 0))
+        far = torch.maximum(_most(off), 1e-6 * z.abs().amax(-1, keepdim=True))
+        unit_z = far.clamp_min(1e-12)
+        unit_u = unit_z / w.amax(-1, keepdim=True)
+    width = torch.where(low & high, rows.upper - rows.lower, torch.inf)
+    room = torch.minimum(unit_z, 0.5 * width)
+    inside = torch.where(low, torch.maximum(r, rows.lower + room), r)
+    inside = torch.where(high, torch.minimum(inside, rows.upper - room), inside)
+    below = torch.where(low, inside - rows.lower, 1)
+    above = torch.where(high, rows.upper - inside, 1)
+    up = torch.where(low, unit_z * unit_u / below, 0)
+    down = torch.where(high, unit_z * unit_u / above, 0)
+    ν = torch.where(rows.equal, 0, up - down)
+    u = t * v + rows.adjoint(ν)
+    z = rows.activation.sigma(u)
+    path = _Path(t, ν, below, above, up, down, u, z, rows.apply(z))
+    return rows.with_units(unit_z, unit_u), path
+
+
+def _most(x: Tensor) -> Float[Tensor, "n 1"]:
+    return x.amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(len(x), 1)
+
+
+def _gap(rows: _Rows, path: _Path) -> Float[Tensor, "n 1"]:
+    """The mean of slack times multiplier."""
+    low, high = rows.has_lower, rows.has_upper
+    total = (path.up * path.below * low + path.down * path.above * high).sum(-1, keepdim=True)
+    return total / (low.sum(-1, keepdim=True) + high.sum(-1, keepdim=True)).clamp_min(1)
+
+
+def _error(rows: _Rows, path: _Path) -> tuple[Float[Tensor, "n L"], Float[Tensor, "n"]]:
+    """The size of each row's terms, and what is left of the conditions, relative to it."""
+    low, high = rows.has_lower, rows.has_upper
+    size = rows.terms(path.z) + torch.where(rows.equal, rows.lower.abs(), 0)
+    # Rows whose outputs go to 0 would keep it busy for ever.
+    floor = torch.maximum(_most(size), rows.unit_z) if rows.line else _most(size)
+    size = (size + _LEAST * floor).clamp_min(TINY)
+    unit = rows.unit_u + _most(path.ν.abs())
+    equal, lower, upper = _residuals(rows, path)
+    feasible = equal.abs().maximum(lower.abs()).maximum(upper.abs()) / size
+    one = torch.minimum(path.below / size, path.up / unit) * low
+    other = torch.minimum(path.above / size, path.down / unit) * high
+    worst = _most(feasible.maximum(one).maximum(other)).squeeze(-1)
+    return size, worst.nan_to_num(torch.inf)
+
+
+def _residuals(rows: _Rows, path: _Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the equations, and of the two slacks."""
+    equal = torch.where(rows.equal, path.r - rows.lower, 0)
+    lower = torch.where(rows.has_lower, path.r - rows.lower - path.below, 0)
+    return equal, lower, torch.where(rows.has_upper, rows.upper - path.r - path.above, 0)
+
+
+def _end(ended: Ended, rows: _Rows, path: _Path, place: Tensor, iteration: int) -> None:
+    """Write ν, in the units that the rows were given in."""
+    count = rows.C.shape[0]
+    low = rows.has_lower & (path.up * rows.unit_z > path.below * rows.unit_u)
+    high = rows.has_upper & (path.down * rows.unit_z > path.above * rows.unit_u)
+    ν = torch.where(rows.equal | low | high, path.ν, 0)
+    ν = torch.where((low & ~high & (ν < 0)) | (high & ~low & (ν > 0)), 0, ν)
+    ended.start.index_copy_(0, place, ν[:, :count] / rows.norm)
+    ended.raw.index_copy_(0, place, path.ν[:, :count] / rows.norm)
+    ended.iterations.index_fill_(0, place, iteration)
+
+
+@final
+class _System:
+    """(C W Cᵀ + Θ) dν = rhs at a point of the path, factorised; bounds on z are eliminated."""
+
+    def __init__(self, rows: _Rows, path: _Path):
+        self.rows, self.path = rows, path
+        low, high = rows.has_lower, rows.has_upper
+        self.free = ~(rows.equal | low | high)
+        self.w = rows.activation.slope(path.u)
+        self.lift_low = torch.where(low, path.up / path.below, 0)
+        self.lift_high = torch.where(high, path.down / path.above, 0)
+        Θ = (self.lift_low + self.lift_high).clamp_min(1e-30).reciprocal()
+        self.Θ = torch.where(rows.equal, 0, torch.where(self.free, 1e30, Θ))
+        self.residuals = _residuals(rows, path)
+        grown = torch.minimum(path.t * (_GROWTH - 1), 1 - path.t)
+        self.dt, self.moved = grown, grown * rows.apply(self.w * rows.v)
+        self.triangle = self._factor()
+
+    def _factor(self) -> Tensor:
+        count, w = self.rows.C.shape[0], self.w
+        if self.rows.boxed:
+            own = self.Θ[:, count:]
+            self.share = (w + own).reciprocal()
+            w = w * (own * self.share)
+        gram = self.rows.C.gram(w)
+        diagonal = gram.diagonal(dim1=-2, dim2=-1)
+        # Relative to each row's own diagonal: rows under exp differ by 14 digits.
+        own = diagonal.clone() + TINY
+        diagonal.add_(self.Θ[:, :count] + 1e-14 * own)
+        triangle, info = torch.linalg.cholesky_ex(gram)
+        bad, lift = (info > 0).nonzero().squeeze(-1), 1e-13
+        while len(bad) and lift < 1e-2:
+            diagonal[bad] = diagonal[bad] + lift * own[bad]
+            again, info = torch.linalg.cholesky_ex(gram[bad])
+            triangle.index_copy_(0, bad, again)
+            bad, lift = bad[info > 0], 30 * lift
+        return triangle
+
+    def _solve(self, rhs: Tensor) -> Float[Tensor, "n L"]:
+        rows, count = self.rows, self.rows.C.shape[0]
+        rhs = rhs.masked_fill(self.free, 0)
+        first = rhs
+        if rows.boxed:
+            own = rhs[:, count:]
+            first = rhs[:, :count] - rows.C.apply(self.w * own * self.share)
+        solved = torch.cholesky_solve(first.unsqueeze(-1), self.triangle).squeeze(-1)
+        if not rows.boxed:
+            return solved.masked_fill(self.free, 0)
+        solved = solved.masked_fill(self.free[:, :count], 0)
+        rest = (rhs[:, count:] - self.w * rows.C.adjoint(solved)) * self.share
+        return torch.cat([solved, rest.masked_fill(self.free[:, count:], 0)], -1)
+
+    def move(self, goal_low: Tensor, goal_high: Tensor) -> _Move:
+        """The direction in which slack times multiplier changes by these goals."""
+        rows, path = self.rows, self.path
+        equal, lower, upper = self.residuals
+        low, high = rows.has_lower, rows.has_upper
+        pull = torch.where(low, (goal_low - path.up * lower) / path.below, 0)
+        pull = pull - torch.where(high, (goal_high - path.down * upper) / path.above, 0)
+        dν = self._solve(torch.where(rows.equal, -equal, self.Θ * pull) - self.moved)
+        du = rows.adjoint(dν) + self.dt * rows.v
+        dr = rows.apply(self.w * du)
+        below, above = dr + lower, upper - dr
+        up = torch.where(low, (goal_low - path.up * below) / path.below, 0)
+        down = torch.where(high, (goal_high - path.down * above) / path.above, 0)
+        # The nearly inactive side by its own formula, the other from dν: nothing cancels.
+        nearer, both = self.lift_low >= self.lift_high, low & high
+        new_up = torch.where(both, torch.where(nearer, dν + down, up), torch.where(low, dν, 0))
+        new_down = torch.where(both, torch.where(nearer, down, up - dν), torch.where(high, -dν, 0))
+        tight = (goal_low - path.below * new_up) / path.up.clamp_min(TINY)
+        below = torch.where(low, torch.where(self.lift_low > 1, tight, below), 0)
+        tight = (goal_high - path.above * new_down) / path.down.clamp_min(TINY)
+        above = torch.where(high, torch.where(self.lift_high > 1, tight, above), 0)
+        return _Move(dν, du, dr, below, above, new_up, new_down)
+
+    def longest(self, move: _Move, part: float) -> Float[Tensor, "n 1"]:
+        """The longest step, up to 1, in which all stays positive and u moves not too far."""
+        rows, path = self.rows, self.path
+        low, high = rows.has_lower, rows.has_upper
+        length = torch.full_like(path.t, torch.inf)
+        pairs = [(path.below, move.below, low), (path.up, move.up, low)]
+        pairs += [(path.above, move.above, high), (path.down, move.down, high)]
+        for x, dx, there in pairs:
+            ratio = torch.where(there & (dx < 0), -x / dx, torch.inf)
+            if ratio.shape[-1]:
+                length = torch.minimum(length, part * ratio.amin(-1, keepdim=True))
+        if not rows.line:
+            reach = _REACH * (1 + 0.25 * path.u.abs()) / move.u.abs().clamp_min(TINY)
+            length = torch.minimum(length, reach.amin(-1, keepdim=True))
+        return length.clamp(max=1.0)
+
+
+def _step(rows: _Rows, path: _Path, gap: Tensor, size: Tensor) -> _Path:
+    """Mehrotra's predictor and corrector, one factorisation."""
+    system = _System(rows, path)
+    low, high = path.up * path.below, path.down * path.above
+    first = system.move(-low, -high)
+    length = system.longest(first, 1.0)
+    below, above, up, down = _slacks(path, first, length)
+    ahead = path._replace(below=below, above=above, up=up, down=down)
+    centring = (_gap(rows, ahead) / gap.clamp_min(TINY)).clamp(0, 1) ** 3
+    centring = torch.where(length < 0.1, 1, centring)
+    centring = torch.where(path.t < 1, centring.clamp_min(0.1), centring)
+    goal, second = centring * gap, length * length
+    move = system.move(
+        goal - low - second * first.up * first.below,
+        goal - high - second * first.down * first.above,
+    )
+    return _advance(rows, path, system, move, size)
+
+
+def _slacks(path: _Path, move: _Move, length: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Slacks and multipliers after a step."""
+    below, above = path.below + length * move.below, path.above + length * move.above
+    return below, above, path.up + length * move.up, path.down + length * move.down
+
+
+def _advance(rows: _Rows, path: _Path, system: _System, move: _Move, size: Tensor) -> _Path:
+    """As far along `move` as the linear prediction of C z is good."""
+    length = system.longest(move, _NEARLY)
+    Θ = system.Θ.masked_fill(rows.equal | system.free, 0)
+    curve = (move.ν * (move.r + Θ * move.ν)).sum(-1, keepdim=True).abs()
+    slop = 1e-12 * (move.ν.abs() * size).sum(-1, keepdim=True)
+    t = path.t
+    for _ in range(20):
+        t = path.t + length * system.dt
+        t = torch.where(t > 1 - 1e-12, 1, t)
+        if rows.line:
+            break
+        z = rows.activation.sigma(t * rows.v + rows.adjoint(path.ν + length * move.ν))
+        off = rows.apply(z) - path.r - length * move.r
+        excess = (move.ν * off).sum(-1, keepdim=True).abs()
+        rough = _most(off.abs()) / _most(rows.terms(z) + size)
+        # While t moves, the slope would judge that: the error of the prediction is asked.
+        steep = excess <= 0.7 * length * curve + slop
+        good = torch.where(system.dt > 0, rough <= _LOOSE, steep)
+        if bool(good.all()):
+            break
+        length = torch.where(good, length, 0.4 * length)
+    below, above, up, down = _slacks(path, move, length)
+    ν = torch.where(rows.equal, path.ν + length * move.ν, up - down)
+    u = t * rows.v + rows.adjoint(ν)
+    z = rows.activation.sigma(u)
+    r = rows.apply(z)
+    roomy = rows.has_lower & (r - rows.lower > below)
+    below = torch.where(roomy, torch.minimum(r - rows.lower, 2 * below), below)
+    roomy = rows.has_upper & (rows.upper - r > above)
+    above = torch.where(roomy, torch.minimum(rows.upper - r, 2 * above), above)
+    return _Path(t, ν, below, above, up, down, u, z, r)

@@ -1,0 +1,196 @@
+"""lower ≤ C z ≤ upper and bounds on z, in float64: what all parts of the chain ask of them.
+
+ν carries its sign: ν_i > 0 holds (C z)_i at its lower side, ν_i < 0 at its upper one, and ν_i = 0
+says that neither is active. z = clip(σ(v + Cᵀν)), with slope 0 where it is clipped.
+"""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from taut.activations import Activation
+from taut.maps import LinearMap
+from taut.systems import Factor
+
+EPS = 2.0**-52
+TINY = 1e-290
+
+
+@final
+class Point(NamedTuple):
+    """Multipliers ν and what they give."""
+
+    multipliers: Float[Tensor, "n M"]
+    u: Float[Tensor, "n K"]
+    z: Float[Tensor, "n K"]
+    w: Float[Tensor, "n K"]  # dz/du
+    r: Float[Tensor, "n M"]  # C z
+
+    def take(self, index: Int[Tensor, "n"]) -> "Point":
+        """The samples at `index`."""
+        return Point(*(x[index] for x in self))
+
+    def write(self, index: Int[Tensor, "n"], part: "Point") -> None:
+        """Put `part` at `index`, in place."""
+        for x, y in zip(self, part, strict=True):
+            x.index_copy_(0, index, y)
+
+
+@final
+class Levels(NamedTuple):
+    """What is left of the optimality conditions, by three measures, the worst row each.
+
+    `plain` is over |side| + |C||z|; `fair` over that and |C| w|v|, also where all outputs of a row
+    are 0; `rough` over the rounding of u as well, w(|v| + |C|ᵀ|ν|). The last decides nothing by
+    itself: where no solution exists, ν runs away and takes it along.
+    """
+
+    plain: Float[Tensor, "n"]
+    fair: Float[Tensor, "n"]
+    rough: Float[Tensor, "n"]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Sides:
+    """n samples, every number finite but for sides that are not there, which are ±inf."""
+
+    activation: Activation
+    line: bool  # is σ a line?
+    C: LinearMap
+    v: Float[Tensor, "n K"]
+    lower: Float[Tensor, "n M"]
+    upper: Float[Tensor, "n M"]
+    floor: Float[Tensor, "n K"] | None = None  # bounds on z itself
+    ceiling: Float[Tensor, "n K"] | None = None
+
+    def take(self, index: Int[Tensor, "n"]) -> "Sides":
+        """The samples at `index`."""
+        floor = None if self.floor is None else self.floor[index]
+        ceiling = None if self.ceiling is None else self.ceiling[index]
+        return replace(
+            self,
+            C=self.C.take(index),
+            v=self.v[index],
+            lower=self.lower[index],
+            upper=self.upper[index],
+            floor=floor,
+            ceiling=ceiling,
+        )
+
+    def below(self, first: int) -> "Sides":
+        """Without the rows before `first`."""
+        C = self.C.over(self.C.data[..., first:, :])
+        return replace(self, C=C, lower=self.lower[:, first:], upper=self.upper[:, first:])
+
+    @property
+    def equal(self) -> Bool[Tensor, "n M"]:
+        """Which rows are equations."""
+        return self.lower == self.upper
+
+    @property
+    def straight(self) -> bool:
+        """Is z a linear function of ν?"""
+        return self.line and self.floor is None
+
+    def clip(self, z: Float[Tensor, "n K"]) -> Float[Tensor, "n K"]:
+        """z within its bounds."""
+        if self.floor is None or self.ceiling is None:
+            return z
+        return torch.minimum(torch.maximum(z, self.floor), self.ceiling)
+
+    def point(self, multipliers: Float[Tensor, "n M"]) -> Point:
+        """u, z, w and C z at ν."""
+        u = self.C.shifted_adjoint(self.v, multipliers)
+        z, w = self.activation.sigma(u), self.activation.slope(u)
+        if self.floor is not None and self.ceiling is not None:
+            w = torch.where((z > self.floor) & (z < self.ceiling), w, 0)
+            z = self.clip(z)
+        return Point(multipliers, u, z, w, self.C.apply(z))
+
+    def ends(self) -> tuple[Float[Tensor, "n K"], Float[Tensor, "n K"]]:
+        """Where z may lie: its range and its bounds."""
+        lower, upper = (x.expand_as(self.v) for x in self.activation.range.bounds(self.v))
+        if self.floor is None or self.ceiling is None:
+            return lower, upper
+        return torch.maximum(lower, self.floor), torch.minimum(upper, self.ceiling)
+
+    def gradient(self, multipliers: Tensor, r: Tensor) -> Float[Tensor, "n M"]:
+        """The smallest subgradient of D: 0 where ν is optimal."""
+        near = r - torch.minimum(torch.maximum(r, self.lower), self.upper)
+        s = torch.where(multipliers < 0, r - self.upper, near)
+        return torch.where((multipliers > 0) | self.equal, r - self.lower, s)
+
+    def held_at(self, multipliers: Tensor) -> Float[Tensor, "n M"]:
+        """The side at which ν holds each row; 0 where it is inactive."""
+        side = torch.where(multipliers < 0, self.upper, 0)
+        return torch.where((multipliers > 0) | self.equal, self.lower, side)
+
+    def size(self, multipliers: Tensor, z: Tensor) -> Float[Tensor, "n M"]:
+        """|side| + |C||z|: the terms of C z − side."""
+        terms = self.held_at(multipliers).abs() + self.C.abs().apply(z.abs())
+        return terms.clamp_min(TINY)
+
+    def measure(self, point: Point, s: Tensor) -> tuple[Levels, Float[Tensor, "n M"]]:
+        """The levels of s, and s without what is rounding.
+
+        A row at its side must not become active for 1e-17: that part of s is set to 0.
+        """
+        C, ν = self.C.abs(), point.multipliers
+        plain = self.size(ν, point.z)
+        fair = plain + C.apply(point.w * self.v.abs())
+        rough = fair + C.apply(point.w * C.adjoint(ν.abs()))
+        noise = torch.minimum(2 * EPS * rough, 1e-13 * fair)
+        idle = (ν == 0) & ~self.equal & (s.abs() <= noise)
+        levels = Levels(*(_worst(s, scale) for scale in (plain, fair, rough)))
+        return levels, s.masked_fill(idle, 0)
+
+    def violation(self, z: Tensor) -> Float[Tensor, "n M"]:
+        """How far C z is beyond its sides."""
+        r = self.C.apply(z)
+        return torch.maximum(self.lower - r, r - self.upper).clamp_min(0)
+
+    def keeps(self, z: Tensor, most: float) -> Bool[Tensor, "n"]:
+        """Is every row within `most` of |side| + |C||z|?"""
+        off, terms = self.violation(z), self.C.abs().apply(z.abs())
+        side = torch.where(self.C.apply(z) < self.lower, self.lower, self.upper)
+        size = torch.where(off > 0, side.abs() + terms, 1).clamp_min(TINY)
+        return _worst(off, size) <= most
+
+    def refined(self, point: Point) -> Float[Tensor, "n K"]:
+        """z after one correction in z itself, where that is better: z −= W C_Fᵀ H⁻¹ s_F.
+
+        u = v + Cᵀν has the rounding of |v| + |Cᵀν|; z itself need not have it.
+        """
+        active = (point.multipliers != 0) | self.equal
+        side = self.held_at(point.multipliers)
+        s = torch.where(active, point.r - side, 0)
+        gram = masked(self.C.gram(point.w), active, 1e-12)
+        triangle, info = torch.linalg.cholesky_ex(gram)
+        move = Factor(triangle, None, None).solve(s)
+        z = self.clip(point.z - point.w * self.C.adjoint(move))
+        lower, upper = self.activation.range.bounds(z)
+        left = torch.where(active, self.C.apply(z) - side, 0)
+        better = (_worst(left, 1.0) < _worst(s, 1.0)) & (info == 0)
+        better = better & ((z >= lower) & (z <= upper)).all(-1)
+        return torch.where(better.unsqueeze(-1), z, point.z)
+
+
+def masked(
+    gram: Float[Tensor, "n M M"], active: Bool[Tensor, "n M"], lift: float
+) -> Float[Tensor, "n M M"]:
+    """The active rows of a matrix, the identity in the others; in place."""
+    diagonal = gram.diagonal(dim1=-2, dim2=-1).clone()
+    gram.mul_((active.unsqueeze(-1) & active.unsqueeze(-2)).to(gram.dtype))
+    own = torch.where(active, diagonal * (1 + lift) + TINY, 1)
+    gram.diagonal(dim1=-2, dim2=-1).copy_(own)
+    return gram
+
+
+def _worst(s: Tensor, scale: Tensor | float) -> Float[Tensor, "n"]:
+    if s.shape[-1] == 0:
+        return s.new_zeros(len(s))
+    return (s.abs() / scale).amax(-1).nan_to_num(torch.inf)

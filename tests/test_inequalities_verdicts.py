@@ -1,0 +1,263 @@
+"""Verdicts under inequalities: HiGHS agrees, every proof is proven again, bad input is named."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from scipy.optimize import linprog
+from torch.testing import assert_close
+
+import taut
+from tables import K, generator, problem
+from taut import LagrangeMemory, Projection, Status, is_certificate, prepare, project
+
+# many solves: the shapes are checked elsewhere
+pytestmark = pytest.mark.usefixtures("as_user")
+
+
+def drawn(name, n, stream):
+    """Random rows and sides: about half have no solution."""
+    source = generator(stream)
+    outputs, I, M = 5, 1, 5
+    A = torch.randn(n, I, outputs, generator=source)
+    G = torch.randn(n, M, outputs, generator=source)
+    G[::3, -1] = -(torch.rand(len(G[::3]), M - 1, 1, generator=source) * G[::3, :-1]).sum(1)
+    activation = taut.activations.resolve(name)
+    y = activation.sigma(torch.randn(n, outputs, generator=source))
+    b = (A @ y.unsqueeze(-1)).squeeze(-1)
+    c = (G @ activation.sigma(torch.randn(n, outputs, generator=source)).unsqueeze(-1)).squeeze(-1)
+    width = torch.rand(n, M, generator=source)
+    lower, upper = c + 0.2 - width, c + 0.2 + width
+    lower[:, 0::3], upper[:, 1::3] = -torch.inf, torch.inf
+    v = 2 * torch.randn(n, outputs, generator=source)
+    return v, A, b, G, lower, upper
+
+
+def feasible_by_highs(activation, A, b, G, lower, upper):
+    """The largest t with which every inequality, and the range, hold by t; at most 1."""
+    least, most = (x.expand(A.shape[-1]) for x in activation.range.bounds(A))
+    rows, sides = [], []
+    for row, low, high in zip(G, lower, upper, strict=True):
+        if low > -torch.inf:
+            rows.append([*(-row).tolist(), 1.0])
+            sides.append(-low.item())
+        if high < torch.inf:
+            rows.append([*row.tolist(), 1.0])
+            sides.append(high.item())
+    for k, (low, high) in enumerate(zip(least.tolist(), most.tolist(), strict=True)):
+        unit = [float(k == j) for j in range(A.shape[-1])]
+        if low > -torch.inf:
+            rows.append([*(-x for x in unit), 1.0])
+            sides.append(-low)
+        if high < torch.inf:
+            rows.append([*unit, 1.0])
+            sides.append(high)
+    equations = [[*row.tolist(), 0.0] for row in A]
+    cost = [0.0] * A.shape[-1] + [-1.0]
+    free = [(None, None)] * A.shape[-1] + [(None, 1.0)]
+    found = linprog(cost, rows, sides, equations, b.tolist(), free, method="highs")
+    return -found.fun
+
+
+def agree(name, n, stream):
+    activation = taut.activations.resolve(name)
+    v, A, b, G, lower, upper = drawn(name, n, stream)
+    sides = {"G": G, "lower": lower, "upper": upper}
+    found = project(v, A, b, **sides, activation=name, on_failure="return")
+    room = torch.tensor(
+        [feasible_by_highs(activation, *x) for x in zip(A, b, G, lower, upper, strict=True)]
+    )
+    clear = room.abs() > 1e-7  # within its tolerance the linear program decides nothing
+    assert clear.double().mean() > 0.95
+    assert ((found.status == Status.CONVERGED) == (room > 0))[clear].all(), found.report()
+    assert ((found.status == Status.INFEASIBLE) == (room < 0))[clear].all(), found.report()
+    refuted = found.status == Status.INFEASIBLE
+    assert (found.radius[refuted] >= 1e8).all()
+    assert found.radius[~refuted].isnan().all()
+    for i in refuted.nonzero().flatten().tolist():
+        own = {name: x[i] for name, x in sides.items()}
+        given = (found.multipliers[i], A[i], b[i], name)
+        assert is_certificate(*given, **own, radius=found.radius[i].item())
+    proofs = is_certificate(found.multipliers, A, b, name, **sides, radius=1e8)
+    assert torch.equal(proofs, refuted)
+    return refuted
+
+
+@pytest.mark.parametrize("name", ["linear", "exp", "sigmoid", "tanh", "srlu"])
+def test_verdicts_agree_with_a_linear_program(name):
+    agree(name, 30, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["linear", "exp", "sigmoid", "tanh", "srlu"])
+def test_a_thousand_verdicts_agree_with_linear_programs(name):
+    refuted = agree(name, 250, 41)
+    assert 0.1 < refuted.double().mean() < 0.95
+
+
+def test_clashing_bounds_are_proven():
+    v, A, b = torch.zeros(2), torch.ones(1, 2), torch.tensor([3.0])
+    found = project(v, A, b, upper=1.0, on_failure="return")
+    assert found.status == Status.INFEASIBLE
+    assert is_certificate(found.multipliers, A, b, "linear", upper=1.0)
+    assert not is_certificate(found.multipliers, A, b, "linear", upper=2.0)
+    rows = project(v, A, b, G=torch.eye(2), upper=1.0, on_failure="return")
+    assert rows.status == Status.INFEASIBLE
+    assert is_certificate(
+        rows.multipliers, A, b, "linear", G=torch.eye(2), upper=1.0, radius=rows.radius.item()
+    )
+
+
+def test_bounds_out_of_reach_are_proven():
+    G = torch.tensor([[1.0, 0.0], [-2.0, 0.0], [1.0, 0.0]])
+    lower, upper = torch.tensor([1.5, -torch.inf, 2.0]), torch.tensor([torch.inf, 5.0, torch.inf])
+    found = project(
+        torch.zeros(2), G=G, lower=lower, upper=upper, activation="sigmoid", on_failure="return"
+    )
+    assert found.status == Status.INFEASIBLE
+    assert is_certificate(found.multipliers, None, None, "sigmoid", G=G, lower=lower, upper=upper)
+    found = project(
+        torch.zeros(2),
+        G=torch.eye(2)[[0, 0]],
+        lower=torch.tensor([1.0, -torch.inf]),
+        upper=torch.tensor([torch.inf, 0.0]),
+        on_failure="return",
+    )
+    assert found.status == Status.INFEASIBLE
+    assert found.radius == torch.inf
+
+
+def test_a_lower_side_above_the_upper_one_fails_alone():
+    v, G = torch.randn(3, 2), torch.ones(1, 2)
+    lower = torch.tensor([[0.0], [2.0], [0.0]])
+    found = project(v, G=G, lower=lower, upper=1.0, on_failure="return")
+    assert found.status.tolist() == [0, 2, 0]
+    assert found.radius[1] == torch.inf
+    found = project(v, lower=torch.tensor([0.0, 2.0]), upper=1.0, on_failure="return")
+    assert (found.status == Status.INFEASIBLE).all()
+    with pytest.raises(taut.SolveError, match="could not be projected on the constraints"):
+        project(v, G=G, lower=lower, upper=1.0)
+
+
+def test_what_is_not_finite_fails_alone():
+    v, G = torch.randn(4, 2), torch.ones(1, 2)
+    v[1, 0] = torch.nan
+    upper = torch.tensor([[1.0], [1.0], [torch.nan], [torch.inf]])
+    found = project(v, G=G, upper=upper, activation="exp", on_failure="return")
+    assert found.status.tolist() == [0, 4, 4, 0]
+    assert "of v" in found.report()
+    assert_close(found.z[3], v[3].exp())
+    found = project(v[:1], G=G * torch.nan, upper=1.0, on_failure="return")
+    assert found.status.tolist() == [4]
+    assert "A and G" in found.report()
+
+
+def test_multipliers_that_run_away_are_never_a_solution():
+    """Nearly parallel rows that leave no room, however little they clash."""
+    G, upper = torch.ones(2, 2), torch.tensor([torch.inf, 1.0])
+    for gap in (1e-3, 1e-6, 1e-9):
+        lower = torch.tensor([1.0 + gap, -torch.inf])
+        v = torch.randn(4, 2)
+        found = project(v, G=G, lower=lower, upper=upper, activation="srlu", on_failure="return")
+        assert (found.status == Status.INFEASIBLE).all()
+
+
+BAD = {
+    "nothing": (dict(), "no constraints"),
+    "A without b": (dict(A=torch.ones(1, 3), lower=0.0), "A and b belong together"),
+    "b without A": (dict(b=torch.ones(1), lower=0.0), "A and b belong together"),
+    "G without a side": (dict(G=torch.ones(1, 3)), "G without a side"),
+    "G of another width": (dict(G=torch.ones(1, 4), lower=0.0), "G must have one column"),
+    "transposed G": (dict(G=torch.ones(3, 1), lower=0.0), "Is G transposed"),
+    "sides of another length": (
+        dict(G=torch.ones(2, 3), lower=torch.zeros(3)),
+        r"lower must be a number, \(2,\).*row of G",
+    ),
+    "bounds of another length": (dict(upper=torch.zeros(2)), "per output"),
+    "a start of another length": (
+        dict(G=torch.ones(2, 3), lower=0.0, init=torch.zeros(3)),
+        "init must have 2 multipliers",
+    ),
+}
+
+
+@pytest.mark.parametrize("given, message", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        project(torch.zeros(4, 3, dtype=torch.float32), **given)
+
+
+def test_what_is_not_there_yet_says_so():
+    v, sparse = torch.zeros(2, 3), torch.ones(1, 3).to_sparse()
+    with pytest.raises(NotImplementedError, match=r"sparse G.*G\.to_dense"):
+        project(v, G=sparse, lower=0.0)
+    with pytest.raises(NotImplementedError, match=r"sparse A.*A\.to_dense"):
+        project(v, sparse, torch.ones(1), lower=0.0)
+    with pytest.raises(TypeError, match=r"equations only: use taut\.Newton"):
+        project(v, G=torch.ones(1, 3), lower=0.0, solver=taut.GradientDescent())
+    with pytest.raises(TypeError, match=r"lower is torch\.float32"):
+        project(v, lower=torch.zeros(3, dtype=torch.float32))
+
+
+# Prepared matrices, and layers
+
+
+def test_prepared_matrices_are_those_matrices():
+    given = problem("exp", kind="inequalities", n=5, I=1)
+    A, b, G, lower, upper = given.constraints.values()
+    right = given.solve()
+    ready = prepare(A, "exp", G=G)
+    for kept in (ready, copy.deepcopy(ready), pickle.loads(pickle.dumps(ready))):
+        assert torch.equal(project(given.v, kept, b, lower=lower, upper=upper).z, right.z)
+    alone = prepare(None, "exp", G=G)
+    assert_close(
+        project(given.v, alone, lower=lower, upper=upper).z,
+        project(given.v, G=G, lower=lower, upper=upper, activation="exp").z,
+    )
+    most = given.y + 0.01
+    assert_close(
+        project(given.v, prepare(A, "exp"), b, upper=most).z,
+        project(given.v, A, b, upper=most, activation="exp").z,
+    )
+    with pytest.raises(ValueError, match="has its G already"):
+        project(given.v, ready, b, G=G, lower=lower)
+    with pytest.raises(ValueError, match="G without a side"):
+        project(given.v, ready, b)
+    G[0, 0] += 1
+    with pytest.raises(ValueError, match="changed in place"):
+        project(given.v, ready, b, lower=lower, upper=upper)
+
+
+def test_a_layer_with_sides():
+    given = problem("sigmoid", kind="inequalities", n=5, I=1)
+    A, b, G, lower, upper = given.constraints.values()
+    right = given.solve()
+    layer = Projection(A, G=G, activation="sigmoid")
+    assert_close(layer(given.v, b, lower=lower, upper=upper), right.z)
+    kept = Projection(A, G=G, lower=lower[0], upper=upper[0], activation="sigmoid")
+    state = kept.state_dict()
+    assert set(state) == {"A", "G", "lower", "upper"}
+    lifted = kept.solve(given.v, b, lower=-torch.inf, upper=torch.inf)
+    assert_close(lifted.z, project(given.v, A, b, activation="sigmoid").z)
+    memory = LagrangeMemory(5, 1 + 3)
+    index = torch.arange(5)
+    memory.double().store(index, right)
+    again = layer.solve(given.v, b, memory[index], lower=lower, upper=upper)
+    assert_close(again.z, right.z)
+    assert again.iterations.max() <= 1
+    bounds = Projection(lower=0.0)
+    assert torch.equal(bounds(given.v), given.v.clamp_min(0))
+    assert "G=(3, 5)" in repr(layer)
+
+
+def test_a_layer_notices_a_changed_G():
+    G = torch.randn(2, K)
+    layer = Projection(G=G, upper=0.0)
+    v = torch.randn(3, K)
+    layer(v)
+    layer.G.mul_(-1)
+    assert_close(layer(v), project(v, G=-G, upper=0.0).z)
+    learned = layer.G.requires_grad_()
+    layer(v).sum().backward()
+    assert learned.grad.any()
