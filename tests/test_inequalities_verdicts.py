@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 import taut
 from tables import K, generator, problem
-from taut import LagrangeMemory, Projection, Status, is_certificate, prepare, project
+from taut import LagrangeHead, LagrangeMemory, Projection, Status, is_certificate, prepare, project
 
 # many solves: the shapes are checked elsewhere
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -128,6 +128,14 @@ def test_bounds_out_of_reach_are_proven():
     assert found.radius == torch.inf
 
 
+def test_rows_at_the_end_of_an_open_range_stay_undecided_and_bounds_do_not():
+    v = torch.zeros(2, 3)
+    rows = project(v, G=torch.eye(3), lower=1.0, activation="sigmoid", on_failure="return")
+    assert (rows.status == Status.MAX_ITERATIONS).all()
+    assert rows.multipliers.isfinite().all()
+    assert (project(v, lower=1.0, activation="sigmoid").z == 1).all()
+
+
 def test_a_lower_side_above_the_upper_one_fails_alone():
     v, G = torch.randn(3, 2), torch.ones(1, 2)
     lower = torch.tensor([[0.0], [2.0], [0.0]])
@@ -229,6 +237,24 @@ def test_prepared_matrices_are_those_matrices():
         project(given.v, ready, b, lower=lower, upper=upper)
 
 
+@pytest.mark.parametrize("structure", ["plain", "boxes"])
+def test_solutions_and_layers_are_copied(structure):
+    given = problem("exp", kind="inequalities", structure=structure, n=4, I=1)
+    sides = given.constraints
+    if structure == "boxes":  # as bounds on z
+        sides = {name: x for name, x in sides.items() if name != "G"}
+    found = project(given.v, **sides, activation="exp")
+    loss = taut.matched_loss(found, given.y)
+    for twin in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert torch.equal(twin.z, found.z)
+        assert torch.equal(twin.active, found.active)
+        assert_close(taut.matched_loss(twin, given.y), loss)
+    layer = Projection(**sides, activation="exp")
+    right = layer(given.v)
+    assert torch.equal(copy.deepcopy(layer)(given.v), right)
+    assert torch.equal(pickle.loads(pickle.dumps(layer))(given.v), right)
+
+
 def test_a_layer_with_sides():
     given = problem("sigmoid", kind="inequalities", n=5, I=1)
     A, b, G, lower, upper = given.constraints.values()
@@ -261,3 +287,59 @@ def test_a_layer_notices_a_changed_G():
     learned = layer.G.requires_grad_()
     layer(v).sum().backward()
     assert learned.grad.any()
+
+
+def test_units_of_inequalities_have_one_sign():
+    G, x = torch.randn(3, K), torch.randn(50, 8)
+    lower = torch.tensor([0.0, -torch.inf, -1.0])
+    upper = torch.tensor([torch.inf, 1.0, 1.0])
+    head = LagrangeHead(8, torch.ones(1, K), "exp", G=G, lower=lower, upper=upper).double()
+    v, multipliers = head(x)
+    assert multipliers.shape == (50, 4)
+    assert (multipliers[:, 1] > 0).all()
+    assert (multipliers[:, 2] < 0).all()
+    assert multipliers[:, 1:].abs().max() < 0.5  # nearly off, at the start
+    C = torch.cat([torch.ones(1, K), G])
+    assert_close(head.predictor(v, multipliers), v + multipliers @ C)
+    twin = LagrangeHead(8, torch.ones(1, K), "exp", G=G, lower=0.0).double()
+    assert (twin(x)[1][:, 1:] > 0).all()
+    with pytest.raises(ValueError, match="no multipliers to predict"):
+        LagrangeHead(8, torch.ones(1, K), lower=0.0)
+    with pytest.raises(ValueError, match="G without a side"):
+        LagrangeHead(8, torch.ones(1, K), G=G)
+
+
+def test_predicted_units_bound_the_matched_loss_from_above():
+    """B(y‖σ(u)) + Σ|ν| slack(y) at any multipliers of the right signs, least at the solved ones."""
+    given = problem("sigmoid", kind="inequalities", n=20, I=1)
+    found = given.solve()
+    right = taut.matched_loss(found, given.y, reduction="none")
+    lower, upper = given.constraints["lower"], given.constraints["upper"]
+    C = torch.cat([given.A, given.constraints["G"]])
+    c = given.y @ given.constraints["G"].T
+    for step in (0.0, 0.3, 3.0):
+        multipliers = found.multipliers + step * torch.randn(20, 4)
+        ν = multipliers[:, 1:]
+        none = (ν > 0) & lower.isinf() | (ν < 0) & upper.isinf()
+        multipliers[:, 1:] = ν.masked_fill(none, 0)
+        ν = multipliers[:, 1:]
+        slack = torch.where(ν > 0, c - lower, torch.where(ν < 0, upper - c, 0.0))
+        u = given.v + multipliers @ C
+        bound = taut.bregman_loss(u, given.y, "sigmoid", reduction="none")
+        bound = bound + (ν.abs() * slack).sum(-1)
+        assert (bound >= right - 1e-12 * (1 + right)).all()
+        if step == 0:
+            assert_close(bound, right, rtol=1e-10, atol=1e-12)
+
+
+def test_reconciled_predictions_keep_inequalities_and_bounds():
+    """The nearest point to y; one that is feasible stays; an output at an end stays there."""
+    given = problem("exp", kind="inequalities", n=10, I=1)
+    sides = given.constraints
+    assert_close(taut.reconcile(given.y, **sides, activation="exp").z, given.y)
+    y = given.y * (1 + 0.5 * torch.rand(10, K))
+    found = taut.reconcile(y, **sides, activation="exp")
+    assert_close(found.z, project(y.log(), **sides, activation="exp").z)
+    y = torch.tensor([0.0, 3.0, 1.0])
+    found = taut.reconcile(y, torch.ones(1, 3), torch.tensor([4.0]), upper=2.5, activation="exp")
+    assert_close(found.z, torch.tensor([0.0, 2.5, 1.5]), rtol=1e-14, atol=0)

@@ -110,13 +110,15 @@ class Projection(nn.Module):
         """The whole `Solution`; `init` starts the multipliers, for example from a memory."""
         if torch.compiler.is_compiling():
             return uncompiled(self.solve)(v, b, init, lower=lower, upper=upper)
-        b = self.b if b is None else b
-        lower, upper = (
-            self.lower if lower is None else lower,
-            self.upper if upper is None else upper,
-        )
-        if self.A is None or self.G is not None or lower is not None or upper is not None:
-            given = fitted_sides(v, self.A, b, self.G, lower, upper, init)
+        b, A = self.b if b is None else b, self.A
+        # Asked of the buffers, as an attribute takes long to find: one that is not among them has
+        # become a parameter.
+        own = self._buffers
+        free = own.get("G", own) is own.get("lower", own) is own.get("upper", own) is None
+        if A is None or lower is not None or upper is not None or not free:
+            lower = self.lower if lower is None else lower
+            upper = self.upper if upper is None else upper
+            given = fitted_sides(v, A, b, self.G, lower, upper, init)
             prepared = self._known(given.A, given.G, True)
             if given.G is None and isinstance(prepared, Prepared):
                 prepared = prepared.bounded
@@ -126,7 +128,7 @@ class Projection(nn.Module):
                 "this Projection has no b of its own: pass one, layer(v, b), or give it at "
                 "construction, Projection(A, b)."
             )
-        v, A, b, init = fitted(v, self.A, b, init)
+        v, A, b, init = fitted(v, A, b, init)
         return projected(self._known(A), v, A, b, self.solver, init, self.on_failure)
 
     def _known(
@@ -255,10 +257,13 @@ class LagrangeMemory(nn.Module):
 
 @final
 class LagrangeHead(nn.Module):
-    """Lagrange units predicted from lower layers: (v, λ) from features, u = v + Aᵀλ.
+    """Lagrange units predicted from lower layers: (v, λ) from features, u = v + Aᵀλ + Gᵀν.
 
     The paper's units "coupled by standard means to lower layers": for use where b is not known
     at test time, trained with `bregman_loss`; or, where it is, as the start of an exact solve.
+    Units of inequalities have one sign: ν ≥ 0 for a lower side, ν ≤ 0 for an upper one, either
+    for both. They start near 0; with them, `bregman_loss` + Σ|ν| slack(y) bounds the matched loss
+    from above.
 
     >>> head = LagrangeHead(8, torch.ones(1, 3), activation="sigmoid")
     >>> v, multipliers = head(torch.zeros(5, 8))
@@ -267,29 +272,77 @@ class LagrangeHead(nn.Module):
     """
 
     A: Tensor
+    G: Tensor | None
 
     def __init__(
-        self, in_features: int, A: Float[Tensor, "I K"], activation: str | Activation = "linear"
+        self,
+        in_features: int,
+        A: Float[Tensor, "I K"],
+        activation: str | Activation = "linear",
+        *,
+        G: Float[Tensor, "M K"] | None = None,
+        lower: Float[Tensor, "..."] | float | None = None,
+        upper: Float[Tensor, "..."] | float | None = None,
     ):
         super().__init__()
-        if A.ndim != 2:
+        for name, x in (("A", A), ("G", G)):
+            if x is not None and x.ndim != 2:
+                raise ValueError(
+                    f"LagrangeHead needs one {name} for all samples, (I, K); got {tuple(x.shape)}."
+                )
+        if G is None and not (lower is None and upper is None):
             raise ValueError(
-                f"LagrangeHead needs one A for all samples, (I, K); got {tuple(A.shape)}."
+                "bounds on z have no multipliers to predict: clip σ(u), or give the bounds as "
+                "rows, G=torch.eye(K)."
             )
         self.register_buffer("A", A.detach().clone())
+        self.register_buffer("G", None if G is None else G.detach().clone())
         self.activation = resolve(activation)
         rows, columns = A.shape
         self.linear = nn.Linear(in_features, columns).to(A.dtype)
         self.lagrange = nn.Linear(in_features, rows).to(A.dtype)
+        if G is not None:
+            self.signed = _Signed(in_features, G, lower, upper)
 
     def forward(
         self, x: Float[Tensor, "*batch J"]
-    ) -> tuple[Float[Tensor, "*batch K"], Float[Tensor, "*batch I"]]:
-        """The free predictor v and the predicted multipliers λ."""
-        return self.linear(x), self.lagrange(x)
+    ) -> tuple[Float[Tensor, "*batch K"], Float[Tensor, "*batch multipliers"]]:
+        """The free predictor v and the predicted multipliers: λ, then ν."""
+        multipliers = self.lagrange(x)
+        if self.G is not None:
+            multipliers = torch.cat([multipliers, self.signed(x)], -1)
+        return self.linear(x), multipliers
 
     def predictor(
-        self, v: Float[Tensor, "*batch K"], multipliers: Float[Tensor, "*batch I"]
+        self, v: Float[Tensor, "*batch K"], multipliers: Float[Tensor, "*batch multipliers"]
     ) -> Float[Tensor, "*batch K"]:
-        """u = v + Aᵀλ; σ(u) is the output, `bregman_loss(u, y, activation)` the loss."""
-        return v + multipliers @ self.A
+        """u = v + Aᵀλ + Gᵀν; σ(u) is the output, `bregman_loss(u, y, activation)` the loss."""
+        C = self.A if self.G is None else torch.cat([self.A, self.G])
+        return v + multipliers @ C
+
+
+@final
+class _Signed(nn.Module):
+    """The units of inequalities: softplus for each side that there is, off at the start."""
+
+    sides: Tensor
+
+    def __init__(self, in_features: int, G: Tensor, lower: Any, upper: Any):
+        super().__init__()
+        rows = len(G)
+        none = {"lower": -torch.inf, "upper": torch.inf}
+        given = {"lower": lower, "upper": upper}
+        sides = [
+            torch.as_tensor(none[name] if x is None else x).expand(rows).isfinite()
+            for name, x in given.items()
+        ]
+        if not bool((sides[0] | sides[1]).any()):
+            raise ValueError("G without a side constrains nothing: pass lower, upper, or both.")
+        self.register_buffer("sides", torch.stack(sides).to(G))
+        self.units = nn.Linear(in_features, 2 * rows).to(G.dtype)
+        nn.init.constant_(self.units.bias, -4.0)
+
+    def forward(self, x: Float[Tensor, "*batch J"]) -> Float[Tensor, "*batch M"]:
+        """ν = softplus(a) − softplus(c)."""
+        up, down = nn.functional.softplus(self.units(x)).chunk(2, -1)
+        return self.sides[0] * up - self.sides[1] * down

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any, final
 
 import torch
@@ -114,6 +115,8 @@ class Prepared:
         return self.A._version + (0 if self.G is None else self.G._version) != self.version
 
     def __reduce__(self) -> tuple:
+        if self.alone is not None and self.G is None:
+            return attrgetter("bounded"), (self.alone,)
         return partial(prepare, G=self.G), (self.A, self.activation)
 
 
@@ -162,7 +165,8 @@ class Unprepared:
             return _prepared(A.data, self.activation, A, None)
         data = A.data[..., : self.equations, :]
         alone = _prepared(data, self.activation, as_map(data), None)
-        return _kinked(alone, A, None, None)
+        G = A.data[..., self.equations :, :]
+        return _kinked(alone, A, G if G.shape[-2] else None, None)
 
 
 def prepare(

@@ -166,8 +166,13 @@ def _chained(
     begin = None if start is None else start[:, split.rest]
     point, status, iterations = chain(inner, begin, rules, exact)
     whole = split.whole(sides, box, point)
-    ok = whole.multipliers.isfinite().all(-1) | (status != Status.CONVERGED)
-    status = status.where(ok, int(Status.MAX_ITERATIONS))
+    # A row that asks for the end of an open range has no finite multiplier.
+    ok = whole.multipliers.isfinite().all(-1)
+    status = status.where(ok | (status != Status.CONVERGED), int(Status.MAX_ITERATIONS))
+    kept = ok.unsqueeze(-1)
+    whole = whole._replace(
+        multipliers=whole.multipliers.where(kept, 0), u=torch.where(kept, whole.u, point.u)
+    )
     least, most = inner.ends()
     beyond = box.floor > most, box.ceiling < least
     proof = split.proof(sides, box, point.multipliers, beyond)
