@@ -185,11 +185,11 @@ def _polish(block: Block, row: int, Q: Array, back: Array, x: Array) -> tuple[Ar
         if not np.isfinite(hessian).all() or np.linalg.cond(hessian) > 1e8:
             return None
         x = x - np.linalg.solve(hessian, residual.astype(np.float64))
-    if not np.abs(residual).max() <= 1e-16 * (np.abs(goal).max() + np.abs(z).max()):
+    if not (np.abs(residual) <= 1e-16 * (np.abs(goal) + np.abs(wide) @ np.abs(z))).all():
         return None
     # A residual r moves z by W Qᵀ H⁻¹ back·r; r may be what a CONVERGED row is allowed.
     A, z = np.abs(block.matrix(row).astype(np.float64)), z.astype(np.float64)
-    size = slope * (np.abs(u) + np.abs(v)).astype(np.float64)
+    size = slope * (np.abs(u) + np.abs(v) + A.T @ np.abs(back.T @ x)).astype(np.float64)
     allowed = TOLERANCE[block.dtype] * (np.abs(b) + A @ np.abs(z)) + 64 * block.eps * (A @ size)
     moves = np.abs((slope[:, None] * Q.T) @ np.linalg.solve(hessian, back))
     own = 64 * block.eps * (np.abs(law.shift) + law.scale + np.abs(z) + size)

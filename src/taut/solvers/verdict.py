@@ -46,14 +46,14 @@ def judge(
         return Verdicts(torch.full_like(stalls, -1))
     converged = state.relative <= target
     stopped = open & ~converged & _at_rounding(search, state, stalls)
-    solved, status = None, (~converged).long().neg_()  # CONVERGED is 0
+    apart, status = None, (~converged).long().neg_()  # CONVERGED is 0
     if task.basis.left_out is not None:
         solved, alike = _solved_but_for_redundant(task, state)
-        stopped = stopped | (open & ~converged & solved & alike)
+        # What agrees to eps and yet breaks the rule is no contradiction: it stays undecided.
+        stopped, apart = stopped | (open & ~converged & solved & alike), solved & ~alike
     status, settled = _by_the_rule(search, state, stopped, status)
-    if solved is not None:
-        size = search.size_of_terms(state.z)
-        apart = task.basis.contradictory(task.b, size, task.eps) | solved
+    if apart is not None:
+        apart = apart | _contradictory(task) if iteration == 0 else apart
         status = status.where((status >= 0) | ~apart, int(Status.INCONSISTENT))
     elif iteration > 1 and bool(task.basis.condition.isnan().any()):
         contradicts = _contradicts(task, state)
@@ -124,7 +124,9 @@ def settle(search: Search, state: State) -> tuple[State, Bool[Tensor, "n"]]:
         multipliers, u = multipliers + step, u + move
         z = (z + w * move).clamp(lower, upper)
         residual = task.residual(z)
-    blur = 64 * torch.finfo(z.dtype).eps * (z.abs() + w * size)
+    # Redundant equations whose b, given to eps, disagree by that meet in between.
+    eps = torch.finfo(z.dtype).eps if basis.left_out is None else task.eps
+    blur = 64 * eps * (z.abs() + w * size)
     near = (w * (u - state.u).abs() <= blur).all(-1)
     good = near & _keeps(search, z, residual)
     return State(multipliers, u, z, residual, level), good
@@ -140,6 +142,19 @@ def _solved_but_for_redundant(task: Task, state: State) -> tuple[Tensor, Tensor]
     # An equation left out is as exact as those that imply it, given to eps, allow.
     alike = relative(state.residual, task.basis.folded(scale)) <= max(16 * eps, _FLOOR)
     return solved, alike
+
+
+def _contradictory(task: Task) -> Bool[Tensor, "n"]:
+    """Where b is plainly no A z, whatever z in a bounded range it was made from.
+
+    In an unbounded range, b may be what is left of far larger terms.
+    """
+    if not task.activation.range.bounded:
+        return torch.zeros_like(task.b[..., 0], dtype=torch.bool)
+    lower, upper = task.activation.range.bounds(task.v)
+    most = torch.maximum(lower.abs(), upper.abs()).expand_as(task.v)
+    scale = task.b.abs() + task.A.abs().apply(most)
+    return task.basis.contradictory(task.b, scale, task.eps)
 
 
 def _contradicts(task: Task, state: State) -> Tensor:
