@@ -226,6 +226,20 @@ def test_transforms():
     assert_close(torch.func.grad(learned)(G), right, rtol=1e-10, atol=1e-12)
 
 
+def test_the_loss_under_transforms():
+    given = draw("sigmoid", n=4)
+    G, upper = given.constraints["G"], apply(given.constraints["G"], given.y) + 0.02
+
+    def loss(v, b, upper, y):
+        return matched_loss(project(v, given.A, b, G=G, upper=upper, activation="sigmoid"), y)
+
+    inputs = leaves([given.v, given.b, upper])
+    right = torch.autograd.grad(4 * loss(*inputs, given.y), inputs)
+    found = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)))(given.v, given.b, upper, given.y)
+    for x, y in zip(found, right, strict=True):
+        assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
 def test_bounds_under_transforms():
     given = draw("exp", n=3, structure="boxes")
     lower, upper = given.constraints["lower"], given.constraints["upper"]

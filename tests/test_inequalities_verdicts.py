@@ -9,7 +9,7 @@ from scipy.optimize import linprog
 from torch.testing import assert_close
 
 import taut
-from tables import K, generator, problem
+from tables import K, apply, generator, problem
 from taut import LagrangeHead, LagrangeMemory, Projection, Status, is_certificate, prepare, project
 
 # many solves: the shapes are checked elsewhere
@@ -17,21 +17,21 @@ pytestmark = pytest.mark.usefixtures("as_user")
 
 
 def drawn(name, n, stream):
-    """Random rows and sides: about half have no solution."""
-    source = generator(stream)
-    outputs, I, M = 5, 1, 5
-    A = torch.randn(n, I, outputs, generator=source)
-    G = torch.randn(n, M, outputs, generator=source)
-    G[::3, -1] = -(torch.rand(len(G[::3]), M - 1, 1, generator=source) * G[::3, :-1]).sum(1)
-    activation = taut.activations.resolve(name)
-    y = activation.sigma(torch.randn(n, outputs, generator=source))
-    b = (A @ y.unsqueeze(-1)).squeeze(-1)
-    c = (G @ activation.sigma(torch.randn(n, outputs, generator=source)).unsqueeze(-1)).squeeze(-1)
-    width = torch.rand(n, M, generator=source)
-    lower, upper = c + 0.2 - width, c + 0.2 + width
+    """Rows around a point, and sides that miss it: about half have no solution."""
+    source, activation = generator(stream), taut.activations.resolve(name)
+    outputs, I, M = 4, 1, 8
+
+    def randn(*shape):
+        return torch.randn(n, *shape, generator=source)
+
+    A, G, y = randn(I, outputs), randn(M, outputs), activation.sigma(randn(outputs))
+    b, c = apply(A, y), apply(G, y)
+    size = y.std()
+    c = c + 1.3 * size * randn(M)
+    width = 2 * size * torch.rand(n, M, generator=source)
+    lower, upper = c - width, c + width
     lower[:, 0::3], upper[:, 1::3] = -torch.inf, torch.inf
-    v = 2 * torch.randn(n, outputs, generator=source)
-    return v, A, b, G, lower, upper
+    return 2 * randn(outputs), A, b, G, lower, upper
 
 
 def feasible_by_highs(activation, A, b, G, lower, upper):
@@ -81,19 +81,18 @@ def agree(name, n, stream):
         assert is_certificate(*given, **own, radius=found.radius[i].item())
     proofs = is_certificate(found.multipliers, A, b, name, **sides, radius=1e8)
     assert torch.equal(proofs, refuted)
-    return refuted
+    assert 0.15 < refuted.double().mean() < 0.9
 
 
 @pytest.mark.parametrize("name", ["linear", "exp", "sigmoid", "tanh", "srlu"])
 def test_verdicts_agree_with_a_linear_program(name):
-    agree(name, 30, 40)
+    agree(name, 40, 40)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["linear", "exp", "sigmoid", "tanh", "srlu"])
 def test_a_thousand_verdicts_agree_with_linear_programs(name):
-    refuted = agree(name, 250, 41)
-    assert 0.1 < refuted.double().mean() < 0.95
+    agree(name, 250, 41)
 
 
 def test_clashing_bounds_are_proven():
