@@ -122,7 +122,9 @@ class Law:
         lower, upper = np.empty_like(self.shift), np.empty_like(self.shift)
         for index, base in self.groups:
             lower[index], upper[index] = base.lower, base.upper
-        return self.shift + self.scale * lower, self.shift + self.scale * upper
+        with np.errstate(invalid="ignore"):
+            ends = np.stack([self.shift + self.scale * lower, self.shift + self.scale * upper])
+        return ends.min(0), ends.max(0)  # a negative scale turns them round
 
     @property
     def grows(self) -> NDArray[np.bool_]:
@@ -185,6 +187,8 @@ def _draw(rng: Rng, label: str, K: int, dtype: type) -> _Row:
         value = 10.0 ** rng.uniform(low, high, size=K if vector else None)
         return np.asarray(value).astype(dtype).astype(np.float64)[()]
 
+    if label == "bounded" and rng.random() < 0.4:
+        return _draw_end(rng, dtype)
     if label == "bounded":
         lower = np.asarray(rng.normal() * 10.0 ** rng.uniform(-1, 2)).astype(dtype)[()]
         lower = float(lower)
@@ -206,6 +210,17 @@ def _draw(rng: Rng, label: str, K: int, dtype: type) -> _Row:
         return _Row(activations.srlu(a, b), _srlu(a, b))
     row = activations.ACTIVATIONS[label]
     return _Row(row, _BASES.get(label) or _torch_base(row))
+
+
+def _draw_end(rng: Rng, dtype: type) -> _Row:
+    """`bounded` with one end at infinity, or with both at the same number."""
+    end = float(np.asarray(rng.normal() * 10.0 ** rng.uniform(-1, 2)).astype(dtype))
+    kind = rng.integers(3)
+    if kind == 0:
+        return _Row(activations.bounded(end, math.inf), _BASES["exp"], end)
+    if kind == 1:
+        return _Row(activations.bounded(-math.inf, end), _BASES["exp"], end, -1.0, -1.0)
+    return _Row(activations.bounded(end, end), _BASES["sigmoid"], end, 0.0)
 
 
 def _tensor(x: Array | float) -> torch.Tensor | float:

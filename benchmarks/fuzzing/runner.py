@@ -12,6 +12,7 @@ import torch
 from fuzzing.bits import check_bits
 from fuzzing.blocks import MOST, TARGETS, Block, make_block
 from fuzzing.checks import Answer, check_rows
+from fuzzing.doors import check_doors
 from fuzzing.gradients import check_gradients
 from fuzzing.proofs import prove
 from fuzzing.tally import Failure, Tally, count_block
@@ -64,7 +65,7 @@ def _checked(block: Block, answer: Answer, again: list[tuple[int, str]]) -> Tall
     found += proofs.failures
     wrong = {row for row, _ in found}
     gradients, compared = check_gradients(block)
-    found += again + gradients
+    found += again + gradients + check_doors(block)
     tally = count_block(block, answer, wrong)
     tally.samples.update(proofs.counts)
     tally.samples.update(compared)
