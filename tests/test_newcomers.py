@@ -107,7 +107,7 @@ def test_find_out_why_a_sample_is_infeasible():
     layer = taut.Projection([[1, 1, 1]], activation="sigmoid", on_failure="return")
     solution = layer.solve(torch.zeros(3, 3), torch.tensor([[1.0], [4.0], [2.0]]))
     assert solution.converged.tolist() == [True, False, True]
-    assert "equation 0 asks for 4" in solution.report()
+    assert "In sample 1 equation 0 asks for 4" in solution.report()
     assert "between 0 and 3" in solution.report()
 
 
@@ -127,8 +127,7 @@ def test_a_batch_of_batches():
 
 
 def test_learn_A_together_with_the_network():
-    layer = taut.Projection(torch.tensor([[1.0, 1.0, 1.0]]), [1.0], activation="exp")
-    layer.A = nn.Parameter(torch.tensor([[0.5, 1.5, 1.0]]))
+    layer = taut.Projection(nn.Parameter(torch.tensor([[0.5, 1.5, 1.0]])), [1.0], activation="exp")
     optimizer = torch.optim.Adam(layer.parameters(), lr=0.05)
     v = torch.randn(64, 3)
     y = taut.project(v, [[1, 1, 1]], [1], activation="exp").z
@@ -138,3 +137,32 @@ def test_learn_A_together_with_the_network():
         loss.backward()
         optimizer.step()
     assert loss < 1e-3
+
+
+def test_an_A_that_becomes_a_parameter_later():
+    layer = taut.Projection([[1, 1, 1]], [1.0], activation="exp")
+    del layer.A
+    layer.A = nn.Parameter(torch.ones(1, 3))
+    layer(torch.zeros(2, 3)).square().sum().backward()
+    assert layer.A.grad is not None
+
+
+def test_an_array_keeps_its_precision():
+    layer = taut.Projection(torch.tensor([[0.1, 0.2, 0.3]], dtype=torch.float64).numpy(), [1.0])
+    assert layer.A.dtype == torch.float64
+    assert layer(torch.zeros(3, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_start_from_the_last_solution():
+    layer = taut.Projection([[1, 2, 3]], [2.0], activation="exp")
+    v = torch.randn(8, 3)
+    solution = layer.solve(v)
+    again = layer.solve(v, init=solution)
+    assert (again.iterations <= solution.iterations).all()
+    assert (again.z - solution.z).abs().max() < 1e-6
+
+
+def test_a_report_of_predictions_counts_zeros_as_zeros():
+    y = [[0.0, 1, 2], [1, 0, 2], [-1, 1, 2]]
+    solution = taut.reconcile(y, [[1, 1, -1]], [0], activation="exp", on_failure="return")
+    assert "1 of the 9 entries of v" in solution.report()

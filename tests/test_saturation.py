@@ -70,7 +70,10 @@ def off(name, v, A, b, init=None):
     )
     law, eps = law_of(name, v.shape[-1]), torch.finfo(v.dtype).eps
     for row in solution.converged.nonzero().flatten().tolist():
-        truth, product, effect = case_of(law, own[row].numpy(), solution, asked, row).truth()
+        known = case_of(law, own[row].numpy(), solution, asked, row).truth()
+        if known is None:  # slopes that underflow, or gradients beyond the numbers there are
+            continue
+        truth, product, effect = known
         pairs = [(truth, first)] + ([(product, second)] if eps < 1e-10 else [])
         gaps = [max(distance(x, gradients_of(y, row)).values()) for x, y in pairs]
         found.append(max(gaps) / allowed(effect, eps))

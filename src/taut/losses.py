@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from taut.accept import Numbers, as_floating
 from taut.activations import Activation, resolve
 from taut.autograd import direct, lead, transforming, uncompiled
 from taut.outcome import FailureWarning, Status
@@ -23,12 +24,16 @@ Reduction = Literal["mean", "sum", "none"]
 
 
 def matched_loss(
-    solution: Solution, y: Float[Tensor, "*batch K"], reduction: Reduction = "mean"
+    solution: Solution, y: Float[Tensor, "*batch K"] | Numbers, reduction: Reduction = "mean"
 ) -> Float[Tensor, "*rest"]:
     """B(y‖z) summed over outputs; its gradient in v is z − y, with no solver in the backward pass.
 
     By the envelope theorem the derivative of the solved D is that at fixed λ. A second derivative
     does go through the solver, and is right. `reduction` is over samples.
+
+    It is B(y‖z) where A y = b. Where y does not satisfy the equations it differs by (b − A y)ᵀλ,
+    which has no lower bound: `reconcile` such targets first. To learn A or b, take another loss of
+    z, or `bregman_loss(solution.u, y, activation)`.
 
     >>> import taut
     >>> v = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
@@ -44,6 +49,8 @@ def matched_loss(
             f"matched_loss needs a Solution; got {type(solution).__name__}. Use layer.solve(v, b) "
             "instead of layer(v, b), or what taut.project returns."
         )
+    if not isinstance(y, Tensor):
+        y = as_floating("y", y, solution.z.dtype, solution.z.device)
     if y.shape != solution.z.shape:
         raise _misshapen(y, solution.z.shape, "solution.z")
     check_unwritten(solution)

@@ -31,8 +31,9 @@ class Projection(nn.Module):
     """The last layer of a constrained network: v → z with A z = b, and lower ≤ G z ≤ upper.
 
     Without G, `lower` and `upper` bound z itself. Matrices and sides are buffers: they move with
-    `.to()` and are in the `state_dict`. Sides given to `forward` or `solve` go before those given
-    here: None keeps the layer's, ±inf lifts it.
+    `.to()` and are in the `state_dict`. A matrix that is an `nn.Parameter` stays one, and is
+    learned. Sides given to `forward` or `solve` go before those given here: None keeps the
+    layer's, ±inf lifts it.
 
     >>> layer = Projection(torch.ones(1, 3), b=torch.ones(1), activation="exp")
     >>> layer(torch.tensor([[1.0, 2.0, 3.0]]))
@@ -61,17 +62,22 @@ class Projection(nn.Module):
     ):
         super().__init__()
         check_settings(solver, on_failure)
-        dtype, device = torch.get_default_dtype(), None
+        dtype, device = _own_dtype(A if A is not None else G), None
         given: dict[str, Any] = {"A": A, "G": G, "b": b, "lower": lower, "upper": upper}
         for name, x in given.items():
             if x is not None:
-                given[name] = x = as_floating(name, x, dtype, device).detach().clone()
+                floating = as_floating(name, x, dtype, device)
+                learned = isinstance(x, nn.Parameter) and name in ("A", "G") and floating is x
+                given[name] = x = x if learned else floating.detach().clone()
                 dtype, device = x.dtype, x.device
         for name, side in (("A", given["b"]), ("G", None)):
             if given[name] is not None:
                 check_matrix(given[name], side, name)
         for name in ("A", "b", "G", "lower", "upper"):
-            self.register_buffer(name, given[name])
+            if isinstance(given[name], nn.Parameter):
+                self.register_parameter(name, given[name])
+            else:
+                self.register_buffer(name, given[name])
         self.activation = resolve(activation)
         self.solver = solver
         self.on_failure: OnFailure = on_failure
@@ -102,7 +108,7 @@ class Projection(nn.Module):
         self,
         v: Float[Tensor, "*batch K"],
         b: Float[Tensor, "*b_batch I"] | None = None,
-        init: Float[Tensor, "*batch multipliers"] | None = None,
+        init: Float[Tensor, "*batch multipliers"] | Solution | None = None,
         *,
         lower: Float[Tensor, "..."] | float | None = None,
         upper: Float[Tensor, "..."] | float | None = None,
@@ -110,6 +116,7 @@ class Projection(nn.Module):
         """The whole `Solution`; `init` starts the multipliers, for example from a memory."""
         if torch.compiler.is_compiling():
             return uncompiled(self.solve)(v, b, init, lower=lower, upper=upper)
+        init = init.multipliers if isinstance(init, Solution) else init
         b, A = self.b if b is None else b, self.A
         # Asked of the buffers, as an attribute takes long to find: one that is not among them has
         # become a parameter.
@@ -163,6 +170,11 @@ class Projection(nn.Module):
         return f"{shapes}activation={self.activation.name!r}, solver={self.solver}"
 
 
+def _own_dtype(A: object) -> torch.dtype | None:
+    """An array that is floating keeps its dtype; lists and integers get the default one."""
+    return None if "float" in str(getattr(A, "dtype", "")) else torch.get_default_dtype()
+
+
 def _same(known: Tensor, A: Tensor) -> bool:
     """Is A still what it was?"""
     if known.dtype is not A.dtype or known.device != A.device or known.layout is not A.layout:
@@ -212,6 +224,10 @@ class LagrangeMemory(nn.Module):
 
     def store(self, index: Int[Tensor, "*batch"], solution: Solution) -> None:
         """Keep the multipliers of `solution` for the samples at `index`."""
+        if not isinstance(solution, Solution):
+            raise TypeError(
+                f"store needs the Solution of the samples; got {type(solution).__name__}."
+            )
         index, table = self._checked(index), self.multipliers
         found = solution.multipliers.detach()
         if found.shape != (*index.shape, table.shape[-1]):

@@ -141,7 +141,8 @@ class FailureWarning(UserWarning):
     """
 
 
-#: What can be said of a verdict on the sample at a place, beside `Status.message`.
+#: What can be said of a verdict on the sample at a place, beside `Status.message`; "{sample}" is
+#: where its name goes.
 Remark = Callable[[Status, int], str]
 
 
@@ -188,6 +189,7 @@ def explain(
         size = f"largest {what} {residual[here].max().item():.1e}"
         message = verdict.message.replace("A z = b", statement)
         more = remark(verdict, int(here.reshape(-1).nonzero()[0]))
+        more = more.replace("{sample}", places(here, 1).removesuffix(", …") or "it")
         lines.append(f"{count} {verdict.name}{at}, {size}: {message}.{more}")
     return "\n".join(lines)
 

@@ -105,6 +105,8 @@ def _derive(
 
 
 def _parameter(name: str, value: Any) -> Parameter:
+    if value is None:
+        raise TypeError(f"{name} must be a number; got None. An open end is float('inf').")
     if not isinstance(value, (Tensor, int, float)):  # a list, or an array
         value = torch.as_tensor(value, dtype=torch.float64)
     if isinstance(value, Tensor):

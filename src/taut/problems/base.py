@@ -33,9 +33,18 @@ class Problem(ABC):
         """What else can be said of this verdict on that sample: a sentence, or nothing."""
         if verdict is not Status.NONFINITE:
             return ""
-        bad = {name: int((~x.isfinite()).sum()) for name, x in self.named.items()}
+        bad = {name: int(self.unusable(name, x).sum()) for name, x in self.named.items()}
         found = [f"{n} of the {self.named[k].numel()} entries of {k}" for k, n in bad.items() if n]
         return f" Not finite: {', '.join(found) or 'what they give; all entries are'}."
+
+    def unusable(self, name: str, x: Tensor) -> Tensor:
+        """Where x holds what is not a number. An infinite v at a finite end holds its output."""
+        if name != "v":
+            return ~x.isfinite()
+        lower, upper = self.prepared.activation.range.bounds(x)
+        return ~(
+            x.isfinite() | (x.isneginf() & lower.isfinite()) | (x.isposinf() & upper.isfinite())
+        )
 
     @abstractmethod
     def over(self, *inputs: Tensor) -> "Problem":

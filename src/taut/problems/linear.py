@@ -57,13 +57,13 @@ class Linear(Problem):
         )  # no −0
         held = ", ".join(map(str, (low | high).nonzero().squeeze(-1).tolist()))
         told = f" It is held at an end of the range in outputs {held}." if held else ""
-        alone = ((b < least[0]) | (b > most[0])).nonzero()
+        alone, here = ((b < least[0]) | (b > most[0])).nonzero(), " In sample {sample}"
         if len(alone) == 0:
-            return f" Sample {sample}: no equation alone rules it out; together they do.{told}"
+            return f"{here} no equation alone rules a solution out; together they do.{told}"
         i = int(alone[0])
         return (
-            f" Sample {sample}: equation {i} asks for {b[i].item():.6g}; with {activation.name!r} "
-            f"it can be between {least[0, i].item():.6g} and {most[0, i].item():.6g} only.{told}"
+            f"{here} equation {i} asks for {b[i].item():.6g}; with {activation.name!r} it can be "
+            f"between {least[0, i].item():.6g} and {most[0, i].item():.6g} only.{told}"
         )
 
     @property

@@ -15,6 +15,7 @@ from taut.problems import Linear
 from taut.solvers.base import Task, leave, relative
 
 _ROOM = 2**24  # entries of all A at a time
+_FAR = 1e8
 
 
 def held_outputs(problem: Linear) -> Held | None:
@@ -27,6 +28,22 @@ def held_outputs(problem: Linear) -> Held | None:
     dtype, eps = known.least.dtype, torch.finfo(problem.v.dtype).eps
     A = prepared.map.over(problem.data.to(dtype))
     return held(A, problem.v.to(dtype), problem.b.to(dtype), prepared.activation, known, eps)
+
+
+def by_backend(problem: Linear, found: Held, rules: Rules) -> tuple[Outcome, Bool[Tensor, "n"]]:
+    """The samples `found` with their held outputs far out, as the backend solves them.
+
+    So far out they are at their ends exactly, with slope 0, wherever the multipliers end. With it,
+    which samples are solved.
+    """
+    few = problem.take(found.index)
+    end = found.end.to(few.v.dtype)
+    sides = torch.where(found.end == _upper(few, found), torch.inf, -torch.inf).to(few.v.dtype)
+    v = torch.where(found.which, sides.clamp(-_FAR, _FAR), few.v)
+    outcome = few.prepared.backend.attempt(replace(few, v=v), rules)
+    exact = ((outcome.z == end) | ~found.which).all(-1)
+    u = torch.where(found.which, sides, outcome.u)
+    return replace(outcome, u=u, held=True), (outcome.status == Status.CONVERGED) & exact
 
 
 def portions(problem: Linear, found: Held) -> list[Held]:

@@ -74,11 +74,15 @@ def _at_rounding(search: Search, state: State, stalls: Tensor) -> Bool[Tensor, "
     near = (stalls > 0) | (state.relative <= rules.near * own)
     if not bool(near.any()):
         return near
-    level = relative(state.residual, task.rounding_scale(state.u, state.z))
+    scale = task.rounding_scale(state.u, state.z)
+    level = relative(state.residual, scale)
     condition = task.basis.condition.nan_to_num(torch.inf)
     coarse = torch.where(condition > 1e4, max(4 * own, _FLOOR), 4 * own)
-    stuck = ((level <= 2 * own) & (stalls > 0)) | ((level <= coarse) & (stalls > 2))
-    return near & ((level <= own) | stuck)
+    # Equations that are alike make λ large, and its terms cancel in v + Aᵀλ: they are rounded too.
+    terms = task.basis.map.abs().adjoint(state.multipliers.abs())
+    blurred = scale + task.A.abs().apply(task.activation.slope(state.u) * terms)
+    last = (relative(state.residual, blurred) <= coarse) & (stalls > 2)
+    return near & ((level <= own) | ((level <= 2 * own) & (stalls > 0)) | last)
 
 
 def _by_the_rule(
