@@ -371,3 +371,10 @@ def test_the_loss_of_z_alone_says_what_to_pass():
     layer = taut.Projection(torch.ones(1, 3), activation="exp")
     with pytest.raises(TypeError, match=r"Use layer.solve\(v, b\) instead of layer\(v, b\)"):
         matched_loss(layer(torch.zeros(2, 3), torch.ones(1)), torch.ones(2, 3))
+
+
+def test_a_target_outside_the_range_of_an_output_that_is_held():
+    solution = project(torch.zeros(2), torch.ones(1, 2), torch.tensor([2.0]), activation="sigmoid")
+    assert (solution.z == 1).all()
+    with pytest.raises(ValueError, match="targets must lie in"):
+        matched_loss(solution, torch.tensor([5.0, -3.0]))

@@ -8,6 +8,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
 
 import taut
+from tables import both_dtypes
 from taut import Status, is_certificate, project
 from taut.backends import Rules
 
@@ -362,3 +363,51 @@ def test_what_makes_no_progress_is_given_up():
     solution = project(torch.zeros(3), A, b, activation="exp", solver=solver, on_failure="return")
     assert solution.status in (Status.MAX_ITERATIONS, Status.CONVERGED)
     assert solution.iterations < 1000
+
+
+@both_dtypes
+def test_an_output_that_b_does_not_tell_of_is_not_held(dtype):
+    """Σ is at its end to rounding; an output with a coefficient below that may be anywhere."""
+    small = 1e-7 if dtype == torch.float32 else 1e-15
+    A = torch.tensor([[1.0, small]], dtype=dtype)
+    z = taut.project(
+        torch.zeros(2, dtype=dtype), A, torch.ones(1, dtype=dtype), activation="sigmoid"
+    ).z
+    assert_close(z, torch.tensor([1.0, 0.5], dtype=dtype), rtol=0, atol=1e-3)
+    A = torch.tensor([[1.0, 1.0, small, 0.0], [0.0, 0.0, 1.0, 1.0]], dtype=dtype)
+    v = torch.tensor([-torch.inf, 0.0, 0.0, 0.0], dtype=dtype)
+    b = torch.tensor([1.0, 0.7], dtype=dtype)
+    solution = taut.project(v, A, b, activation="sigmoid", on_failure="return")
+    assert solution.status != Status.INFEASIBLE
+
+
+def test_ends_that_v_holds_and_equations_contradict_are_infeasible():
+    """Not inconsistent: b is in the span of the columns of A."""
+    v = torch.tensor([-torch.inf, 0.0, -torch.inf])
+    A, b = torch.tensor([[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]), torch.tensor([0.3, 0.4])
+    solution = taut.project(v, A, b, activation="sigmoid", on_failure="return")
+    assert solution.status == Status.INFEASIBLE
+
+
+def test_no_certificate_from_what_overflows_or_vanishes():
+    one = torch.ones(1)
+    assert not taut.is_certificate(one, torch.tensor([[1e305]]), one, "sigmoid")
+    assert not taut.is_certificate(one, torch.tensor([[torch.nan]]), one, "sigmoid")
+    A, b = torch.tensor([[0.0], [1.0]]), torch.tensor([1.0, 0.0])
+    assert not taut.is_certificate(torch.tensor([1e20, 1e-310]), A, b, "exp")
+
+
+def test_a_float32_solver_promises_what_float32_can():
+    rules = taut.Newton(dtype=torch.float32).rules
+    assert (
+        rules.rule(torch.float64)
+        == rules.rule(torch.float32)
+        == 16 * torch.finfo(torch.float32).eps
+    )
+
+
+def test_the_residual_of_many_outputs_is_not_that_of_a_float32_sum():
+    v, A = torch.randn(1, 100_000, dtype=torch.float32), torch.ones(1, 100_000, dtype=torch.float32)
+    solution = taut.project(v, A, torch.tensor([5e4], dtype=torch.float32), activation="sigmoid")
+    true = (solution.z.double().sum() - 5e4).abs()
+    assert_close(solution.residual[0].double(), true, rtol=1e-3, atol=1e-4)

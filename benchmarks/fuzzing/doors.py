@@ -68,7 +68,7 @@ def _held(block: Block) -> Failures:
     """Outputs whose v is infinite are at their ends exactly, and the rule holds beside them."""
     given = block.tensors()
     rng = np.random.default_rng([block.seed, block.number, 1])
-    lower, upper = (torch.from_numpy(x).to(given["v"].dtype) for x in block.law.ends)
+    lower, upper = block.law.activation.range.bounds(given["v"])
     side = torch.from_numpy(rng.random(given["v"].shape))
     low, high = (side < 0.1) & lower.isfinite(), (side > 0.9) & upper.isfinite()
     v = given["v"].masked_fill(low, -torch.inf).masked_fill(high, torch.inf)
@@ -99,7 +99,7 @@ def _predictions(block: Block) -> Failures:
     """`reconcile` of a y that agrees already gives it back; at the ends exactly."""
     given = block.tensors()
     y = torch.from_numpy(block.truth.astype(block.dtype))
-    lower, upper = (torch.from_numpy(x).to(y.dtype) for x in block.law.ends)
+    lower, upper = block.law.activation.range.bounds(y)
     y = y.clamp(lower, upper)
     activation = block.law.activation
     solution = taut.reconcile(y, given["A"], given["b"], activation=activation, on_failure="return")
@@ -113,7 +113,7 @@ def _targets(block: Block) -> Failures:
     """The loss of targets in the closed range is a number ≥ 0 up to rounding; beyond it raises."""
     solution = block.solve()
     y = torch.from_numpy(block.truth.astype(block.dtype))
-    lower, upper = (torch.from_numpy(x).to(y.dtype) for x in block.law.ends)
+    lower, upper = block.law.activation.range.bounds(y)
     y = y.clamp(lower, upper).nan_to_num()
     large = (solution.z.abs() > 1e15).any(-1) | (y.abs() > 1e15).any(-1)
     loss = taut.matched_loss(solution, y, reduction="none")

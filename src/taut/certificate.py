@@ -209,7 +209,9 @@ def proves(multipliers: Tensor, A: LinearMap, b: Tensor, activation: Activation)
     multipliers, data, b = (x.detach().double() for x in (multipliers, A.data, b))
     # Only the direction of λ counts. At a size of 1 its products underflow where they must only.
     size = multipliers.abs().amax(-1, keepdim=True) if multipliers.shape[-1] else multipliers
-    multipliers = torch.ldexp(multipliers, -torch.frexp(size.nan_to_num(1.0)).exponent)
+    exponent = torch.frexp(size.nan_to_num(1.0)).exponent
+    given, multipliers = multipliers, torch.ldexp(multipliers, -exponent)
+    sound = (torch.ldexp(multipliers, exponent) == given).all(-1)  # none has become 0
     rows = A.shape[0]
     if A.sparse:
         linear = A.over(data)
@@ -225,7 +227,8 @@ def proves(multipliers: Tensor, A: LinearMap, b: Tensor, activation: Activation)
     )
     gain, doubt = _exact_dot([(b[..., i], multipliers[..., i]) for i in range(rows)], multipliers)
     slack = (terms.shape[-1] + 4) * torch.finfo(y.dtype).eps * terms.abs().sum(-1)
-    return gain - doubt > terms.sum(-1) + slack
+    sound = sound & y.isfinite().all(-1) & error.isfinite().all(-1)
+    return sound & (gain - doubt > terms.sum(-1) + slack)
 
 
 def _exact_dot(pairs: list[tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor, Tensor]:

@@ -108,7 +108,7 @@ def held(
     if not A.shared:
         finite = finite & A.data.isfinite().flatten(1).all(-1)
     lower, upper = torch.where(high, upper, lower), torch.where(low, lower, upper)
-    lower, upper, clash = _forced(A, b, lower, upper, eps)
+    lower, upper, clash = _forced(A, b, lower, upper, _least_part(A, activation), eps)
     which = lower == upper
     # Where equations disagree about an end there is no solution: that is for others to prove.
     usable = finite & which.any(-1) & ~(clash & ~given)
@@ -117,19 +117,30 @@ def held(
     return Held(index, which, lower, given).take(usable.nonzero().squeeze(-1))
 
 
+def _least_part(A: LinearMap, activation: Activation) -> Float[Tensor, "*n I"]:
+    """The least that one output of each equation moves it by, on its way through its range."""
+    lower, upper = activation.range.bounds(A.data)
+    ends = torch.where(lower.isfinite(), lower, upper).nan_to_num(0.0, 0.0, 0.0).abs()
+    width = torch.minimum(upper - lower, ends.clamp_min(1))
+    entries = A.dense().abs()
+    return torch.where(entries > 0, entries * width, torch.inf).amin(-1)
+
+
 def _forced(
-    A: LinearMap, b: Tensor, lower: Tensor, upper: Tensor, eps: float
+    A: LinearMap, b: Tensor, lower: Tensor, upper: Tensor, least: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Bool[Tensor, "n"]]:
     """The bounds once every equation at an end has fixed its outputs, until nothing new is fixed.
 
-    With them, which samples have an output that is pushed both ways.
+    With them, which samples have an output that is pushed both ways. Where an output moves its
+    equation by `least`, no more than the slack, b does not tell where that output is.
     """
     clash = torch.zeros_like(b[..., 0], dtype=torch.bool)
     above, below = A.over((A.data > 0).to(b.dtype)), A.over((A.data < 0).to(b.dtype))
     while True:
         free = lower < upper
         now, live = reach(A, lower, upper), _any(A, A.data != 0, free)
-        bottom, top = ((x & live).to(b.dtype) for x in (now.at_least(b, eps), now.at_most(b, eps)))
+        tells = live & (least > slack(eps) * torch.maximum(now.least_terms, now.most_terms))
+        bottom, top = ((x & tells).to(b.dtype) for x in (now.at_least(b, eps), now.at_most(b, eps)))
         up = free & (above.adjoint(top) + below.adjoint(bottom) > 0)
         down = free & (above.adjoint(bottom) + below.adjoint(top) > 0)
         if not bool((up | down).any()):

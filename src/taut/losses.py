@@ -66,8 +66,12 @@ def matched_loss(
     if outcome.failed > 0:
         _warn(solution.status)
     loss = _reduce(loss if len(shape) == 1 else loss.reshape(shape), reduction)
-    if not transforming() and isnan((loss.sum() if loss.ndim else loss).item()):
-        check_range("targets", y, problem.prepared.activation)
+    if not transforming() and (not known or isnan((loss.sum() if loss.ndim else loss).item())):
+        activation = problem.prepared.activation
+        # Samples that fail have no loss, whatever their target.
+        inside = activation.sigma(torch.zeros_like(y))
+        y = torch.where(_learnable(solution.status).unsqueeze(-1), y, inside)
+        check_range("targets", y, activation)
     return loss
 
 

@@ -64,14 +64,13 @@ class Rules:
         >>> Rules().rule(torch.float64)
         1e-12
         """
-        eps = torch.finfo(dtype).eps
-        rounded = 4 * eps if (self.dtype or dtype) == torch.float64 else 16 * eps
-        return max(self.tol or 0.0, 1e-12 if dtype == torch.float64 else rounded)
+        if (self.dtype or dtype) != torch.float64:  # float32 also solves
+            return max(self.tol or 0.0, 16 * torch.finfo(torch.float32).eps)
+        return max(self.tol or 0.0, 1e-12 if dtype == torch.float64 else 4 * torch.finfo(dtype).eps)
 
     def cap(self, dtype: torch.dtype) -> float:
         """The rule for z in the dtype of the solve: less what rounding it, and measuring, take."""
-        eps = torch.finfo(dtype).eps
-        return self.rule(dtype) - (1e-13 if dtype == torch.float64 else eps)
+        return self.rule(dtype) - max(1e-13, torch.finfo(dtype).eps)
 
     def share(self, dtype: torch.dtype) -> float:
         """How much of |A||z| counts in the size of a residual.

@@ -86,6 +86,8 @@ def whole(
     scale = few.b.to(dtype).abs() + A.abs().apply(z.abs())
     keeps = relative(A.excess(z, few.b.to(dtype)), scale) <= rules.cap(problem.v.dtype)
     broken = (status == Status.CONVERGED) & ~keeps
+    # Beside outputs that v holds, equations that leave no room for b contradict the ends, not A.
+    broken = broken | (part.given & (status == Status.INCONSISTENT))
     status = status.masked_fill(broken, int(Status.INFEASIBLE))
     outcome = leave(few, replace(task, A=A), None, (multipliers, u, z, iterations, status))
     return replace(outcome, held=True), part.given | (status == Status.CONVERGED)

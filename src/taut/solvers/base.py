@@ -108,7 +108,10 @@ def leave(
         status = status.where(finite, int(Status.NONFINITE))
         multipliers, u = multipliers.where(keep, 0), u.where(keep, problem.v)
         z = z.where(keep, problem.prepared.activation.sigma(u))
-    residual = problem.residual(z)
+    if finite is None:  # not in float32: a long sum would have more rounding than residual
+        residual = task.A.excess(z.to(wide.dtype), problem.b.to(wide.dtype)).to(dtype)
+    else:
+        residual = problem.residual(z)
     largest = residual.abs().amax(-1) if residual.shape[-1] else residual.new_zeros(len(z))
     failed = int((status != Status.CONVERGED).sum())
     return Outcome(z, multipliers, u, largest, iterations, status, failed)

@@ -34,8 +34,9 @@ class Newton(Solver):
     cheaper.
 
     The solve runs in float64 whatever the dtype of v: that costs little, and a float32 z is then
-    the rounding of the right one. `dtype=None` solves in the dtype of v, for hardware that is slow
-    in float64; with large logits a float32 u = v + Aᵀλ is itself too coarse for a small residual.
+    right to a few units in its last place. `dtype=None` solves in the dtype of v, for hardware that
+    is slow in float64; with large logits a float32 u = v + Aᵀλ is itself too coarse for a small
+    residual.
 
     >>> import taut
     >>> A, b = torch.ones(1, 3), torch.tensor([2.0])
