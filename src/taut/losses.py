@@ -101,10 +101,12 @@ class _Matched(torch.autograd.Function):
         z, multipliers, u, status = found or (z, multipliers, u, status)
         loss = problem.quick_loss(y, multipliers, u)
         if loss is None:
-            terms = torch.addcmul(problem.prepared.activation.psi(y), y, v, value=-1)
-            if not complete:
-                terms = terms.masked_fill(u.isinf(), 0)  # outputs held at an end have no loss
-            loss = terms.sum(-1) + problem.value(multipliers, u)
+            loss = _slow_loss(problem, v, y, multipliers, u)
+        elif not complete:
+            # A backend knows nothing of held outputs; the other samples keep its bits.
+            index = u.isinf().any(-1).nonzero().squeeze(-1)
+            part = [x[index] for x in (v, y, multipliers, u)]
+            loss.index_copy_(0, index, _slow_loss(problem.take(index), *part))
         return loss if complete else torch.where(_learnable(status), loss, 0)
 
     @staticmethod
@@ -150,6 +152,14 @@ class _Matched(torch.autograd.Function):
 
 
 _matched = direct(_Matched)
+
+
+def _slow_loss(
+    problem: Problem, v: Tensor, y: Tensor, multipliers: Tensor, u: Tensor
+) -> Float[Tensor, "N"]:
+    terms = torch.addcmul(problem.prepared.activation.psi(y), y, v, value=-1)
+    # Outputs held at an end have no loss.
+    return terms.masked_fill(u.isinf(), 0).sum(-1) + problem.value(multipliers, u)
 
 
 def _learnable(status: Tensor) -> Bool[Tensor, "*batch"]:

@@ -362,7 +362,7 @@ class Cpu:
             "next": 0,
             "unsolved": n,
         }
-        left = run("loss", values, n * known.work)  # for want of memory, or with outputs held
+        left = run("loss", values, n * known.work)  # for want of memory
         return None if left > 0 else loss
 
 
