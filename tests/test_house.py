@@ -34,6 +34,7 @@ STOREYS = [
     "solution",
     "projection",
     "losses",
+    "memory",
     "modules",
     "experiments",
     "cli",

@@ -267,7 +267,7 @@ def test_a_layer_with_sides():
     assert_close(lifted.z, project(given.v, A, b, activation="sigmoid").z)
     memory = LagrangeMemory(5, 1 + 3)
     index = torch.arange(5)
-    memory.double().store(index, right)
+    memory.to(torch.float64).store(index, right)
     again = layer.solve(given.v, b, memory[index], lower=lower, upper=upper)
     assert_close(again.z, right.z)
     assert again.iterations.max() <= 1

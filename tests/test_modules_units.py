@@ -1,6 +1,7 @@
 """LagrangeMemory and LagrangeHead: multipliers that are kept, multipliers that are predicted."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -30,14 +31,53 @@ def test_memory_starts_at_zero_and_keeps():
     assert layer.solve(v, b, init=memory[index]).iterations.max() <= 1
 
 
-def test_memory_is_in_the_state_dict():
-    memory, twin = LagrangeMemory(4, 2), LagrangeMemory(4, 2)
+def test_memory_has_a_state_dict():
+    memory, twin = LagrangeMemory(4, 2), LagrangeMemory(4, 2).to(torch.float32)
     memory.multipliers.normal_()
     twin.load_state_dict(memory.state_dict())
     index = torch.arange(4)
-    assert_close(twin[index], memory[index])
-    assert_close(copy.deepcopy(memory)[index], memory[index])
-    assert list(memory.parameters()) == []
+    assert_close(twin[index], memory[index].float(), rtol=0, atol=0)
+    for other in (copy.deepcopy(memory), pickle.loads(pickle.dumps(memory))):
+        assert_close(other[index], memory[index], rtol=0, atol=0)
+
+
+def test_memory_loads_the_state_dict_of_version_0_1():
+    """There it was a module, alone or in a model, with the table as its buffer."""
+    old = torch.nn.Module()
+    old.memory = torch.nn.Module()
+    old.memory.register_buffer("multipliers", torch.randn(4, 2))
+    memory = LagrangeMemory(4, 2)
+    memory.load_state_dict(old.memory.state_dict())
+    assert_close(memory.multipliers, old.memory.multipliers, rtol=0, atol=0)
+    new = torch.nn.Module()
+    new.memory = memory
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*memory\.multipliers"):
+        new.load_state_dict(old.state_dict())
+
+
+def test_memory_is_no_part_of_a_model():
+    """A model trained on 256 samples is loaded where there is none."""
+
+    class Model(torch.nn.Module):
+        def __init__(self, samples):
+            super().__init__()
+            self.net = torch.nn.Linear(3, K)
+            self.memory = LagrangeMemory(samples, 2)
+
+    trained, used = Model(256), Model(0)
+    assert set(trained.state_dict()) == {"net.weight", "net.bias"}
+    assert list(trained.buffers()) == []
+    used.load_state_dict(trained.state_dict())
+    assert trained.float().memory.multipliers.dtype == torch.float64
+
+
+def test_memory_refuses_the_table_of_another_training_set():
+    memory = LagrangeMemory(4, 2)
+    with pytest.raises(ValueError, match=r"\(4, 2\).*got multipliers \(5, 2\).*Memory\(5, 2\)"):
+        memory.load_state_dict(LagrangeMemory(5, 2).state_dict())
+    with pytest.raises(ValueError, match=r"one entry, 'multipliers'; got \['net.weight'\]"):
+        memory.load_state_dict({"net.weight": torch.zeros(4, 2)})
+    assert repr(memory) == "LagrangeMemory(num_samples=4, num_constraints=2)"
 
 
 def test_memory_carries_no_graph():
@@ -59,7 +99,7 @@ def test_memory_does_not_learn_from_failures():
 
 
 def test_memory_keeps_its_own_dtype():
-    memory = LagrangeMemory(6, 2).float()
+    memory = LagrangeMemory(6, 2).to(torch.float32)
     layer, v, b = layer_of()
     memory.store(torch.arange(6), layer.solve(v, b))
     assert memory.multipliers.dtype == torch.float32

@@ -93,10 +93,11 @@ def test_save_load_and_predict_with_a_memory():
     solution = model.layer.solve(model.net(x), init=model.memory[index])
     model.memory.store(index, solution)
     file = io.BytesIO()
-    torch.save(model.state_dict(), file)
+    torch.save({"model": model.state_dict(), "memory": model.memory.state_dict()}, file)
     file.seek(0)
-    again = Model()
-    again.load_state_dict(torch.load(file, weights_only=True))
+    again, saved = Model(), torch.load(file, weights_only=True)
+    again.load_state_dict(saved["model"])
+    again.memory.load_state_dict(saved["memory"])
     with torch.inference_mode():
         z = again.layer.solve(again.net(x), init=again.memory[index]).z
     assert torch.equal(again.memory.multipliers, solution.multipliers)

@@ -5,11 +5,8 @@ from taut.activations import Activation as Activation, Interval as Interval
 from taut.analysis import ConditionWarning as ConditionWarning
 from taut.certificate import is_certificate as is_certificate
 from taut.losses import bregman_loss as bregman_loss, matched_loss as matched_loss
-from taut.modules import (
-    LagrangeHead as LagrangeHead,
-    LagrangeMemory as LagrangeMemory,
-    Projection as Projection,
-)
+from taut.memory import LagrangeMemory as LagrangeMemory
+from taut.modules import LagrangeHead as LagrangeHead, Projection as Projection
 from taut.outcome import (
     FailureWarning as FailureWarning,
     SolveError as SolveError,

@@ -4,7 +4,7 @@ import warnings
 from typing import Any, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from taut.accept import Numbers, as_floating, check_matrix
@@ -185,90 +185,6 @@ def _same(known: Tensor, A: Tensor) -> bool:
     same = torch.equal(before.pattern.columns, now.pattern.columns)  # pyright: ignore
     same = same and torch.equal(before.pattern.rows, now.pattern.rows)  # pyright: ignore
     return same and torch.equal(before.data, now.data)
-
-
-@final
-class LagrangeMemory(nn.Module):
-    """The multipliers of every training sample, kept across epochs; starts at 0.
-
-    Reading and storing go by sample index, as a shuffled `DataLoader` gives it. The table is a
-    buffer, so it is in the `state_dict`. Stored are samples that converged, and undecided ones.
-
-    >>> memory = LagrangeMemory(num_samples=100, num_constraints=2)
-    >>> memory[torch.tensor([3, 1])].shape
-    torch.Size([2, 2])
-    """
-
-    multipliers: Tensor
-
-    def __init__(self, num_samples: int, num_constraints: int):
-        super().__init__()
-        if num_samples < 0 or num_constraints < 0:
-            raise ValueError(
-                f"sizes must not be negative; got {num_samples} samples, "
-                f"{num_constraints} constraints."
-            )
-        self.register_buffer("multipliers", torch.zeros(num_samples, num_constraints))
-
-    def __getitem__(self, index: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch I"]:
-        index, table = self._checked(index), self.multipliers
-        try:
-            found = table.index_select(0, index if index.ndim == 1 else index.reshape(-1))
-        except (IndexError, RuntimeError):
-            self._check_range(index)
-            raise
-        return found if index.ndim == 1 else found.reshape(*index.shape, table.shape[-1])
-
-    def __len__(self) -> int:
-        return len(self.multipliers)
-
-    def store(self, index: Int[Tensor, "*batch"], solution: Solution) -> None:
-        """Keep the multipliers of `solution` for the samples at `index`."""
-        if not isinstance(solution, Solution):
-            raise TypeError(
-                f"store needs the Solution of the samples; got {type(solution).__name__}."
-            )
-        index, table = self._checked(index), self.multipliers
-        found = solution.multipliers.detach()
-        if found.shape != (*index.shape, table.shape[-1]):
-            raise ValueError(
-                f"index {tuple(index.shape)} and multipliers {tuple(found.shape)} do not belong "
-                f"together in a memory of {tuple(table.shape)}."
-            )
-        if index.ndim != 1:
-            index, found = index.reshape(-1), found.reshape(-1, table.shape[-1])
-        if solution._outcome.failed or found.dtype != table.dtype:
-            found = found.to(table.dtype)
-            usable = found.isfinite().all(-1) & (solution.status.reshape(-1) <= 1)
-            index, found = index[usable], found[usable]
-        try:
-            table.index_copy_(0, index, found)
-        except (IndexError, RuntimeError):
-            self._check_range(index)
-            raise
-
-    def _checked(self, index: Tensor) -> Tensor:
-        table = self.multipliers
-        if (
-            isinstance(index, Tensor)
-            and index.dtype is torch.long
-            and index.is_cpu
-            and table.is_cpu
-        ):
-            return index  # torch itself looks at every index
-        index = torch.as_tensor(index, device=table.device)
-        if index.is_floating_point() or index.dtype == torch.bool:
-            raise TypeError(f"index must hold integers; got {index.dtype}.")
-        if not index.is_cpu:
-            self._check_range(index)
-        return index.long()
-
-    def _check_range(self, index: Tensor) -> None:
-        low, high = (int(x) for x in index.aminmax()) if index.numel() else (0, -1)
-        if low < 0 or high >= len(self):
-            raise IndexError(
-                f"sample indices must lie in 0 … {len(self) - 1}; got {low} … {high}."
-            ) from None
 
 
 @final

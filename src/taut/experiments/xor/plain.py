@@ -13,7 +13,7 @@ from taut.experiments.xor.teacher import Teacher
 from taut.experiments.xor.threads import one_thread
 from taut.experiments.xor.training import fresh_patterns, new_projection, train
 from taut.losses import matched_loss
-from taut.modules import LagrangeMemory
+from taut.memory import LagrangeMemory
 
 
 def plain_run(

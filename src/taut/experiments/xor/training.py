@@ -19,7 +19,8 @@ from taut.experiments.xor.network import Students
 from taut.experiments.xor.settings import OPTIMIZERS, Settings, Variant
 from taut.experiments.xor.teacher import Teacher
 from taut.losses import bregman_loss, matched_loss
-from taut.modules import LagrangeMemory, Projection
+from taut.memory import LagrangeMemory
+from taut.modules import Projection
 from taut.projection import project
 
 # What is kept of each epoch of each run.

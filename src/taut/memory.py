@@ -1,0 +1,127 @@
+"""The multipliers of every training sample, kept across epochs."""
+
+from collections.abc import Mapping
+from typing import Any, final
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from taut.solution import Solution
+
+
+@final
+class LagrangeMemory:
+    """The multipliers of every training sample, kept across epochs; starts at 0.
+
+    Reading and storing go by sample index, as a shuffled `DataLoader` gives it. Stored are samples
+    that converged, and undecided ones. It belongs to the training set and not to the model, like
+    the state of an optimiser: no module has it in its `state_dict` or moves it, and
+    `DistributedDataParallel` does not send it around. It is saved by its own `state_dict`.
+
+    >>> memory = LagrangeMemory(num_samples=100, num_constraints=2)
+    >>> memory[torch.tensor([3, 1])].shape
+    torch.Size([2, 2])
+    >>> other = LagrangeMemory(100, 2).to(torch.float64)
+    >>> other.load_state_dict(memory.state_dict())
+    """
+
+    multipliers: Float[Tensor, "samples constraints"]
+    """The table: a row for each sample."""
+
+    def __init__(self, num_samples: int, num_constraints: int):
+        if num_samples < 0 or num_constraints < 0:
+            raise ValueError(
+                f"sizes must not be negative; got {num_samples} samples, "
+                f"{num_constraints} constraints."
+            )
+        self.multipliers = torch.zeros(num_samples, num_constraints)
+
+    def to(self, *args: Any, **kwargs: Any) -> "LagrangeMemory":
+        """Move the table to a device or a dtype, as `Tensor.to`; returns this memory."""
+        self.multipliers = self.multipliers.to(*args, **kwargs)
+        return self
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The table by its name, for a checkpoint."""
+        return {"multipliers": self.multipliers}
+
+    def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Take the table of a checkpoint, in the dtype and on the device that this one has."""
+        if set(state_dict) != {"multipliers"}:
+            raise ValueError(
+                "the state_dict of a LagrangeMemory has one entry, 'multipliers'; got "
+                f"{sorted(state_dict)}."
+            )
+        found = state_dict["multipliers"]
+        if found.shape != self.multipliers.shape:
+            raise ValueError(
+                f"this memory is {tuple(self.multipliers.shape)}, samples × constraints; got "
+                f"multipliers {tuple(found.shape)}. A memory belongs to one training set: make "
+                f"LagrangeMemory{tuple(found.shape)}, or start without the old one."
+            )
+        self.multipliers.copy_(found)
+
+    def __repr__(self) -> str:
+        samples, constraints = self.multipliers.shape
+        return f"LagrangeMemory(num_samples={samples}, num_constraints={constraints})"
+
+    def __getitem__(self, index: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch I"]:
+        index, table = self._checked(index), self.multipliers
+        try:
+            found = table.index_select(0, index if index.ndim == 1 else index.reshape(-1))
+        except (IndexError, RuntimeError):
+            self._check_range(index)
+            raise
+        return found if index.ndim == 1 else found.reshape(*index.shape, table.shape[-1])
+
+    def __len__(self) -> int:
+        return len(self.multipliers)
+
+    def store(self, index: Int[Tensor, "*batch"], solution: Solution) -> None:
+        """Keep the multipliers of `solution` for the samples at `index`."""
+        if not isinstance(solution, Solution):
+            raise TypeError(
+                f"store needs the Solution of the samples; got {type(solution).__name__}."
+            )
+        index, table = self._checked(index), self.multipliers
+        found = solution.multipliers.detach()
+        if found.shape != (*index.shape, table.shape[-1]):
+            raise ValueError(
+                f"index {tuple(index.shape)} and multipliers {tuple(found.shape)} do not belong "
+                f"together in a memory of {tuple(table.shape)}."
+            )
+        if index.ndim != 1:
+            index, found = index.reshape(-1), found.reshape(-1, table.shape[-1])
+        if solution._outcome.failed or found.dtype != table.dtype:
+            found = found.to(table.dtype)
+            usable = found.isfinite().all(-1) & (solution.status.reshape(-1) <= 1)
+            index, found = index[usable], found[usable]
+        try:
+            table.index_copy_(0, index, found)
+        except (IndexError, RuntimeError):
+            self._check_range(index)
+            raise
+
+    def _checked(self, index: Tensor) -> Tensor:
+        table = self.multipliers
+        if (
+            isinstance(index, Tensor)
+            and index.dtype is torch.long
+            and index.is_cpu
+            and table.is_cpu
+        ):
+            return index  # torch itself looks at every index
+        index = torch.as_tensor(index, device=table.device)
+        if index.is_floating_point() or index.dtype == torch.bool:
+            raise TypeError(f"index must hold integers; got {index.dtype}.")
+        if not index.is_cpu:
+            self._check_range(index)
+        return index.long()
+
+    def _check_range(self, index: Tensor) -> None:
+        low, high = (int(x) for x in index.aminmax()) if index.numel() else (0, -1)
+        if low < 0 or high >= len(self):
+            raise IndexError(
+                f"sample indices must lie in 0 … {len(self) - 1}; got {low} … {high}."
+            ) from None
