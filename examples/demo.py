@@ -54,7 +54,7 @@ def outputs(seed, layer):
     reconciled = layer(taut.activations.sigmoid.inverse(noisy), b)
     plain = train(x, lambda v: taut.bregman_loss(v, noisy, "sigmoid"), seed)
     cleaned = train(x, lambda v: taut.bregman_loss(v, reconciled, "sigmoid"), seed)
-    through = train(x, lambda v: taut.matched_loss(layer.solve(v, b), reconciled), seed)
+    through = train(x, lambda v: layer.loss(v, reconciled, b), seed)
     with torch.no_grad():
         return y_test, {
             "plain": torch.sigmoid(plain(x_test)),

@@ -4,13 +4,15 @@ import warnings
 from typing import Any, final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from taut.accept import Numbers, as_floating, check_matrix
 from taut.activations import Activation, resolve
 from taut.autograd import is_transformed, transforming, uncompiled
+from taut.losses import Reduction, matched_loss
 from taut.maps import as_map
+from taut.memory import LagrangeMemory
 from taut.outcome import FailureWarning
 from taut.pose import fitted, fitted_sides
 from taut.prepare import Prepared, Unprepared, examined, examined_with
@@ -137,6 +139,43 @@ class Projection(nn.Module):
             )
         v, A, b, init = fitted(v, A, b, init)
         return projected(self._known(A), v, A, b, self.solver, init, self.on_failure)
+
+    def loss(
+        self,
+        v: Float[Tensor, "*batch K"],
+        y: Float[Tensor, "*batch K"] | Numbers,
+        b: Float[Tensor, "*b_batch I"] | None = None,
+        *,
+        lower: Float[Tensor, "..."] | float | None = None,
+        upper: Float[Tensor, "..."] | float | None = None,
+        memory: LagrangeMemory | None = None,
+        index: Int[Tensor, "*batch"] | None = None,
+        reduction: Reduction = "mean",
+    ) -> Float[Tensor, "*rest"]:
+        """A training step in one line: `solve`, `matched_loss`, and `store` in the memory.
+
+        With a memory the solve starts from the multipliers of the samples at `index`, and what it
+        finds is kept there; without one it starts from 0.
+
+        >>> layer = Projection(torch.ones(1, 3), activation="exp")
+        >>> memory, v = LagrangeMemory(10, 1), torch.zeros(2, 3, requires_grad=True)
+        >>> y, index = torch.tensor([[0.0, 0.0, 1.0], [0.5, 0.5, 0.0]]), torch.tensor([7, 2])
+        >>> layer.loss(v, y, y.sum(-1, keepdim=True), memory=memory, index=index).backward()
+        >>> 2 * v.grad[0]  # z − y; the mean is over two samples
+        tensor([ 0.3333,  0.3333, -0.6667])
+        """
+        if (memory is None) != (index is None):
+            raise TypeError(
+                "memory and index belong together: pass the samples of this batch as index."
+                if index is None
+                else "index says which samples of a memory these are: pass memory as well."
+            )
+        init = None if memory is None or index is None else memory[index]
+        solution = self.solve(v, b, init, lower=lower, upper=upper)
+        loss = matched_loss(solution, y, reduction)
+        if memory is not None and index is not None:
+            memory.store(index, solution)
+        return loss
 
     def _known(
         self, A: Tensor, G: Tensor | None = None, sided: bool = False
