@@ -7,7 +7,7 @@ from sklearn.isotonic import isotonic_regression
 from torch.testing import assert_close
 
 from tables import STRUCTURES, K, apply, few_activations, problem
-from taut import project
+from taut import Status, project
 from taut.activations import ACTIVATIONS, sigmoid, weighted
 
 # many solves: the shapes are checked elsewhere
@@ -64,16 +64,24 @@ def test_every_sample_is_solved(name, structure, size):
 @paper_s
 @each_structure
 @pytest.mark.parametrize("size", [2.0, 10.0, 60.0])
-@pytest.mark.parametrize("shape", [(10, 2, 4), (30, 4, 12), (60, 20, 20)], ids=str)
+@pytest.mark.parametrize("shape", [(10, 2, 4), (30, 4, 12), (60, 20, 20), (100, 50, 50)], ids=str)
 def test_every_sample_of_larger_problems_is_solved(name, structure, size, shape):
     outputs, I, M = shape
+    n = 30 if outputs < 100 else 6
 
     def matrix(d, *s):
         A = d.randn(*s)
         A[..., 0, :] = 1  # a bounded set under exp
         return A
 
-    given = draw(name, structure, size=size, n=30, K=outputs, I=I, M=M, matrix=matrix)
+    given = draw(name, structure, size=size, n=n, K=outputs, I=I, M=M, matrix=matrix)
+    assert_optimal(given.solve(on_failure="return"), given)
+
+
+@pytest.mark.parametrize("size", [2.0, 60.0])
+def test_every_sample_is_solved_where_nothing_bounds_the_set(size):
+    """Under exp z is then of any size: a violation counts by that of its own terms."""
+    given = draw("exp", size=size, n=20, K=12, I=2, M=6)
     assert_optimal(given.solve(on_failure="return"), given)
 
 
@@ -220,13 +228,15 @@ def test_the_quadratic_programs_of_dc3():
 
 
 @few_activations
-def test_a_batch_is_its_samples(activation):
-    given = draw(activation)
+@each_structure
+def test_a_batch_is_its_samples(activation, structure):
+    given = draw(activation, structure)
     whole = given.solve()
     for i in range(0, 8, 3):
         one = given.take(torch.tensor([i])).solve()
         assert_close(one.z[0], whole.z[i], rtol=1e-10, atol=1e-12)
-        assert torch.equal(one.active[0], whole.active[i])
+        if structure in ("plain", "pairs", "boxes"):  # elsewhere several rows ask for the same
+            assert torch.equal(one.active[0], whole.active[i])
 
 
 def test_shapes():
@@ -315,6 +325,48 @@ def test_held_outputs():
     )
     assert_close(found.z[:, 1:], part.z, rtol=1e-13, atol=0)
     assert found.u[0, 0] == -torch.inf
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["equations too", "inequalities alone"])
+def test_rows_that_ask_for_an_end_of_the_range_hold_their_outputs_there(own):
+    """A capacity of 0 under exp: exact zeros, u = −inf, and the rest as if they were not there."""
+    v = torch.randn(5, 4)
+    G, upper = torch.tensor([[2.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]), torch.tensor([0.0, 0.7])
+    A, b = torch.tensor([[1.0, 1.0, 1.0, 2.0]]), torch.tensor([1.0])
+    whole = {"A": A, "b": b} if not own else {}
+    part = {"A": A[:, 2:], "b": b} if not own else {}
+    found = project(v, **whole, G=G, upper=upper, activation="exp")
+    alone = project(v[:, 2:], **part, G=G[1:, 2:], upper=upper[1:], activation="exp")
+    assert (found.z[:, :2] == 0).all()
+    assert (found.u[:, :2] == -torch.inf).all()
+    assert not found.active[:, 0].any()
+    assert_close(found.z[:, 2:], alone.z, rtol=1e-12, atol=1e-14)
+    both = project(v, G=torch.eye(4), lower=torch.tensor([1.0, 0.2, 0, 0]), activation="sigmoid")
+    assert (both.z[:, 0] == 1).all()
+    assert torch.equal(both.z[:, 1:], v[:, 1:].sigmoid().clamp_min(torch.tensor([0.2, 0, 0])))
+
+
+def test_an_infinite_v_holds_its_output_without_equations():
+    v = torch.tensor([[-torch.inf, 0.0, 1.0]])
+    found = project(v, G=torch.ones(1, 3), upper=1.0, activation="exp")
+    assert_close(found.z[:, 1:], v[:, 1:].softmax(-1), rtol=1e-13, atol=0)
+    assert found.z[0, 0] == 0
+    assert project(v, upper=2.0, activation="exp").z[0].tolist() == [0.0, 1.0, 2.0]
+    none = project(v, torch.zeros(0, 3), torch.zeros(0), activation="exp")
+    assert torch.equal(none.z, v.exp())
+    for A, b in ((None, None), (torch.ones(1, 3), torch.ones(1))):
+        clash = project(v, A, b, lower=0.1, activation="exp", on_failure="return")
+        assert clash.status.tolist() == [Status.INFEASIBLE]
+
+
+@few_activations
+def test_bounds_at_the_ends_of_the_range_are_none(activation):
+    given = problem(activation, n=5)
+    least, most = (x.expand(K) for x in activation.range.bounds(given.v))
+    found = given.solve()
+    bounded = project(given.v, given.A, given.b, lower=least, upper=most, activation=activation)
+    assert torch.equal(bounded.z, found.z)
+    assert not bounded.active.any()
 
 
 def test_bounds_beyond_the_range_are_none():

@@ -194,11 +194,14 @@ def test_the_gradient_of_the_loss_is_z_minus_y(activation):
     assert torch.equal(v.grad, found.z.detach() - given.y)
 
 
-def test_the_loss_is_0_where_z_is_y():
+def test_the_loss_is_0_where_z_is_y_and_nowhere_else():
     given = draw("sigmoid", n=5)
     found = given.solve()
     again = project(found.u, **given.constraints, activation="sigmoid")
     assert_close(matched_loss(again, again.z), torch.tensor(0.0), rtol=0, atol=1e-13)
+    far = (again.z - given.y).abs().amax(-1) > 1e-3
+    assert far.any()
+    assert (matched_loss(again, given.y, reduction="none")[far] > 1e-6).all()
 
 
 def test_transforms():

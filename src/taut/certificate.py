@@ -72,18 +72,21 @@ def is_certificate(
     tensor(True)
     """
     activation = resolve(activation)
-    if A is None and G is None:
-        raise ValueError("A certificate needs the matrix that its multipliers belong to: A or G.")
+    if A is None and G is None and lower is None and upper is None:
+        raise ValueError("a certificate is one of constraints: it needs A, G or bounds.")
     if A is not None and b is None:
         raise ValueError("A without b: pass the b of A z = b.")
     if G is None and lower is None and upper is None and radius == torch.inf:
         assert A is not None and b is not None  # noqa: S101
         _check_lengths(multipliers, A, b, A.shape[-2])
         return proves(multipliers, as_map(A), b, activation)
-    C, sides = _stacked(A, b, G, lower, upper, multipliers)
     ends = activation.range.bounds(multipliers.double())
     if G is None:
         ends = _narrowed(ends, lower, upper)
+    if A is None and G is None:  # bounds alone: they are empty, or they are not
+        _check_rows(multipliers, 0)
+        return (ends[0] > ends[1]).any(-1).expand(multipliers.shape[:-1])
+    C, sides = _stacked(A, b, G, lower, upper, multipliers)
     return reach_of_proof(multipliers.double(), C, *sides, *ends) >= radius
 
 
@@ -92,6 +95,14 @@ def _check_lengths(multipliers: Tensor, A: Tensor, b: Tensor, rows: int) -> None
         raise ValueError(
             "multipliers and b must have one entry for each equation; got multipliers "
             f"{tuple(multipliers.shape)}, A {tuple(A.shape)}, b {tuple(b.shape)}."
+        )
+
+
+def _check_rows(multipliers: Tensor, rows: int) -> None:
+    if multipliers.shape[-1] != rows:
+        raise ValueError(
+            f"multipliers must have one entry for each of the {rows} rows of A and G; got "
+            f"{tuple(multipliers.shape)}."
         )
 
 
@@ -108,12 +119,7 @@ def _stacked(
         for sides, given, none in ((lowers, lower, -torch.inf), (uppers, upper, torch.inf)):
             side = torch.as_tensor(none if given is None else given, dtype=torch.float64)
             sides.append(side.expand(torch.broadcast_shapes(side.shape, shape)))
-    rows = sum(x.shape[-2] for x in matrices)
-    if like.shape[-1] != rows:
-        raise ValueError(
-            f"multipliers must have one entry for each of the {rows} rows of A and G; got "
-            f"{tuple(like.shape)}."
-        )
+    _check_rows(like, sum(x.shape[-2] for x in matrices))
     batch = torch.broadcast_shapes(*(x.shape[:-2] for x in matrices))
     C = torch.cat([x.expand(*batch, *x.shape[-2:]) for x in matrices], -2)
     sides = []

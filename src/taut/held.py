@@ -1,8 +1,8 @@
-"""Outputs held at an end of their range, because an equation leaves them no other place.
+"""Outputs held at an end of their range, because a row leaves them no other place.
 
 Σ a_k z_k reaches its least and its most at ends of the ranges only. An equation whose b lies there
-fixes all of its outputs; with these fixed, others may be fixed too. The ends are exact: z is the
-end, u = ±inf there, and the slope 0.
+fixes all of its outputs, and so does an inequality that asks for no more than the least; with these
+fixed, others may be fixed too. The ends are exact: z is the end, u = ±inf there, and the slope 0.
 """
 
 from typing import NamedTuple, final
@@ -86,29 +86,36 @@ class Held(NamedTuple):
 
 
 def held(
-    A: LinearMap, v: Tensor, b: Tensor, activation: Activation, known: Reach | None, eps: float
+    A: LinearMap,
+    v: Float[Tensor, "n K"],
+    asked: tuple[Float[Tensor, "n I"], Float[Tensor, "n I"]],
+    activation: Activation,
+    known: Reach | None,
+    eps: float,
 ) -> Held | None:
     """The samples with outputs that are held; None where there are none.
 
-    Everything in float64; v and b were given to `eps`, `known` is what the equations of A reach.
+    Everything in float64; v and the sides `asked` for, which are both b for an equation, were given
+    to `eps`; `known` is what the rows of A reach.
     """
     if known is None:
         return None
-    suspect = (known.at_least(b, eps) | known.at_most(b, eps)).any(-1)
+    suspect = (known.at_least(asked[1], eps) | known.at_most(asked[0], eps)).any(-1)
     if not bool(v.sum().isfinite()):
         suspect = suspect | v.isinf().any(-1)
     if not bool(suspect.any()):
         return None
     index = suspect.nonzero().squeeze(-1)
-    v, b, A = v[index], b[index], A.take(index)
+    v, A, asked = v[index], A.take(index), (asked[0][index], asked[1][index])
     lower, upper = (x.expand(v.shape) for x in activation.range.bounds(v))
     low, high = (v == -torch.inf) & lower.isfinite(), (v == torch.inf) & upper.isfinite()
-    finite = (v.isfinite() | low | high).all(-1) & b.isfinite().all(-1)
+    finite = (v.isfinite() | low | high).all(-1)
+    finite = finite & ((asked[0] < torch.inf) & (asked[1] > -torch.inf)).all(-1)
     given = (low | high).any(-1)
     if not A.shared:
         finite = finite & A.data.isfinite().flatten(1).all(-1)
     lower, upper = torch.where(high, upper, lower), torch.where(low, lower, upper)
-    lower, upper, clash = _forced(A, b, lower, upper, _least_part(A, activation), eps)
+    lower, upper, clash = _forced(A, asked, lower, upper, _least_part(A, activation), eps)
     which = lower == upper
     # Where equations disagree about an end there is no solution: that is for others to prove.
     usable = finite & which.any(-1) & ~(clash & ~given)
@@ -127,20 +134,26 @@ def _least_part(A: LinearMap, activation: Activation) -> Float[Tensor, "*n I"]:
 
 
 def _forced(
-    A: LinearMap, b: Tensor, lower: Tensor, upper: Tensor, least: Tensor, eps: float
+    A: LinearMap,
+    asked: tuple[Tensor, Tensor],
+    lower: Tensor,
+    upper: Tensor,
+    least: Tensor,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Bool[Tensor, "n"]]:
-    """The bounds once every equation at an end has fixed its outputs, until nothing new is fixed.
+    """The bounds once every row at an end has fixed its outputs, until nothing new is fixed.
 
     With them, which samples have an output that is pushed both ways. Where an output moves its
-    equation by `least`, no more than the slack, b does not tell where that output is.
+    row by `least`, no more than the slack, the row does not tell where that output is.
     """
-    clash = torch.zeros_like(b[..., 0], dtype=torch.bool)
-    above, below = A.over((A.data > 0).to(b.dtype)), A.over((A.data < 0).to(b.dtype))
+    clash, dtype = torch.zeros_like(lower[..., 0], dtype=torch.bool), lower.dtype
+    above, below = A.over((A.data > 0).to(dtype)), A.over((A.data < 0).to(dtype))
     while True:
         free = lower < upper
         now, live = reach(A, lower, upper), _any(A, A.data != 0, free)
         tells = live & (least > slack(eps) * torch.maximum(now.least_terms, now.most_terms))
-        bottom, top = ((x & tells).to(b.dtype) for x in (now.at_least(b, eps), now.at_most(b, eps)))
+        ends = now.at_least(asked[1], eps), now.at_most(asked[0], eps)
+        bottom, top = ((x & tells).to(dtype) for x in ends)
         up = free & (above.adjoint(top) + below.adjoint(bottom) > 0)
         down = free & (above.adjoint(bottom) + below.adjoint(top) > 0)
         if not bool((up | down).any()):

@@ -107,8 +107,8 @@ def _close(
     at, part = place[index], point.take(index)
     rough = (done & (levels.plain > 4 * EPS))[index].nonzero().squeeze(-1)
     if len(rough):
-        z = sides.take(index[rough]).refined(part.take(rough))
-        part = part._replace(z=part.z.index_copy(0, rough, z))
+        better = sides.take(index[rough]).refined(part.take(rough))
+        part = Point(*(x.index_copy(0, rough, y) for x, y in zip(part, better, strict=True)))
     found.point.write(at, part)
     found.status.index_copy_(0, at, done[index].long() - 1)  # CONVERGED is 0
     found.iterations.index_fill_(0, at, iteration)

@@ -11,23 +11,27 @@ from taut.backends import Rules
 from taut.held import Held, held
 from taut.maps import as_map
 from taut.outcome import Outcome, Status
-from taut.problems import Linear
+from taut.problems import Inequalities, Linear
 from taut.solvers.base import Task, leave, relative
 
 _ROOM = 2**24  # entries of all A at a time
 _FAR = 1e8
 
 
-def held_outputs(problem: Linear) -> Held | None:
-    """Which outputs are held; None where none is, or A is too large to be taken apart."""
+def held_outputs(problem: Linear | Inequalities, lower: Tensor, upper: Tensor) -> Held | None:
+    """Which outputs are held; None where none is, or A is too large to be taken apart.
+
+    `lower` and `upper` are what the rows ask for: both b, for equations.
+    """
     prepared = problem.prepared
     rows, columns = prepared.map.shape
-    known = prepared.reach() if 0 < rows * columns <= _ROOM else None
+    known = prepared.reach() if rows * columns <= _ROOM else None
     if known is None or (prepared.map.shared and not prepared.finite):
         return None
     dtype, eps = known.least.dtype, torch.finfo(problem.v.dtype).eps
     A = prepared.map.over(problem.data.to(dtype))
-    return held(A, problem.v.to(dtype), problem.b.to(dtype), prepared.activation, known, eps)
+    asked = lower.to(dtype), upper.to(dtype)
+    return held(A, problem.v.to(dtype), asked, prepared.activation, known, eps)
 
 
 def by_backend(problem: Linear, found: Held, rules: Rules) -> tuple[Outcome, Bool[Tensor, "n"]]:
@@ -49,7 +53,7 @@ def by_backend(problem: Linear, found: Held, rules: Rules) -> tuple[Outcome, Boo
 def portions(problem: Linear, found: Held) -> list[Held]:
     """As many samples at a time as there is room for."""
     rows, columns = problem.prepared.map.shape
-    size = max(1, _ROOM // (rows * columns))
+    size = max(1, _ROOM // max(1, rows * columns))
     return [Held(*x) for x in zip(*(y.split(size) for y in found), strict=True)]
 
 

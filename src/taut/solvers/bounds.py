@@ -52,15 +52,14 @@ def _equations_first(
     problem: Inequalities, outcome: Outcome, equations: Equations
 ) -> tuple[Outcome, Tensor | None, _Ends]:
     """What the equations alone decide; where to start with the rest; which outputs are held."""
-    alone = _alone(problem)
-    found = held_outputs(alone)
+    found = held_outputs(problem, problem.lower, problem.upper)
     end = None
     if found is not None:
         end = torch.full_like(problem.v, torch.nan, dtype=wide(problem.v))
         end[found.index] = found.end.to(end.dtype).masked_fill(~found.which, torch.nan)
     if problem.start is not None or not problem.equations:
         return outcome, problem.start, _Ends(end)
-    first = equations(alone)
+    first = equations(_alone(problem))
     more = problem.lower.shape[-1] - problem.equations
     multipliers = torch.nn.functional.pad(first.multipliers, (0, more))
     sides = _sides(problem, _Ends(None))
@@ -93,9 +92,9 @@ def _sides(problem: Inequalities, held: _Ends) -> Sides:
         floor, ceiling = (x.to(dtype) for x in problem.bounds)
     if held.end is not None:
         which = ~held.end.isnan()
-        none = torch.full_like(v, torch.inf)
-        floor = torch.where(which, held.end, -none if floor is None else floor)
-        ceiling = torch.where(which, held.end, none if ceiling is None else ceiling)
+        least, most = held.end.nan_to_num(-torch.inf), held.end.nan_to_num(torch.inf)
+        floor = least if floor is None else torch.maximum(floor, least)
+        ceiling = most if ceiling is None else torch.minimum(ceiling, most)
         v = v.masked_fill(which, 0)
     activation, line = problem.prepared.activation, problem.prepared.line
     return Sides(activation, line, C, v, lower, upper, floor, ceiling)
@@ -197,6 +196,11 @@ def _outcome(
         which = ~held.end.isnan()
         upper = problem.prepared.activation.range.bounds(held.end)[1]
         u = torch.where(which, torch.where(held.end == upper, torch.inf, -torch.inf), u)
+        # An inequality whose outputs are all held has nothing to push.
+        entries = sides.C.over((sides.C.data != 0).to(z.dtype))
+        idle = (entries.apply((~which).to(z.dtype)) == 0) & ~sides.equal
+        idle = idle & (status == Status.CONVERGED).unsqueeze(-1)
+        multipliers = multipliers.masked_fill(idle, 0)
     multipliers, u, z = (x.to(dtype) for x in (multipliers, u, z))
     fits = multipliers.isfinite().all(-1) & z.isfinite().all(-1)
     status = status.where(fits, int(Status.NONFINITE))

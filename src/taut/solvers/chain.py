@@ -150,5 +150,4 @@ class _Work:
         fine = (levels.fair <= 1e-12) & (levels.rough <= 1e-13)
         fine = fine | (levels.plain <= self.found.level[index])
         few = fine.nonzero().squeeze(-1)
-        part, few_sides = without.take(few), sides.take(few)
-        point.write(index[few], part._replace(z=few_sides.refined(part)))
+        point.write(index[few], sides.take(few).refined(without.take(few)))

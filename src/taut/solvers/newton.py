@@ -74,7 +74,7 @@ class Newton(Solver):
 
 def equations(problem: Linear, rules: Rules) -> Outcome:
     """Newton's method in torch: a verdict on every sample."""
-    found = held_outputs(problem)
+    found = held_outputs(problem, problem.b, problem.b)
     if found is None:
         return _plainly(problem, rules)
     outcome = Outcome.open(problem.v, problem.b.shape[-1])

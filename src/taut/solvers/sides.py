@@ -160,8 +160,8 @@ class Sides:
         size = torch.where(off > 0, side.abs() + terms, 1).clamp_min(TINY)
         return _worst(off, size) <= most
 
-    def refined(self, point: Point) -> Float[Tensor, "n K"]:
-        """z after one correction in z itself, where that is better: z −= W C_Fᵀ H⁻¹ s_F.
+    def refined(self, point: Point) -> Point:
+        """One more correction where it helps: z −= W C_Fᵀ H⁻¹ s_F, or ν where u moves visibly.
 
         u = v + Cᵀν has the rounding of |v| + |Cᵀν|; z itself need not have it.
         """
@@ -170,13 +170,20 @@ class Sides:
         s = torch.where(active, point.r - side, 0)
         gram = masked(self.C.gram(point.w), active, 1e-12)
         triangle, info = torch.linalg.cholesky_ex(gram)
-        move = Factor(triangle, None, None).solve(s)
-        z = self.clip(point.z - point.w * self.C.adjoint(move))
+        move = torch.where(active, Factor(triangle, None, None).solve(s), 0)
+        shift = self.C.adjoint(move)
+        blur = 1 + self.v.abs() + self.C.abs().adjoint(point.multipliers.abs())
+        near = (shift.abs() <= 64 * EPS * blur).all(-1, keepdim=True)
+        moved = self.point(torch.where(near, point.multipliers, point.multipliers - move))
+        z = torch.where(near, self.clip(point.z - point.w * shift), moved.z)
         lower, upper = self.activation.range.bounds(z)
         left = torch.where(active, self.C.apply(z) - side, 0)
         better = (_worst(left, 1.0) < _worst(s, 1.0)) & (info == 0)
         better = better & ((z >= lower) & (z <= upper)).all(-1)
-        return torch.where(better.unsqueeze(-1), z, point.z)
+        kept = self.equal | (moved.multipliers * point.multipliers > 0) | ~active
+        better = (better & kept.all(-1)).unsqueeze(-1)
+        pairs = zip(moved._replace(z=z), point, strict=True)
+        return Point(*(torch.where(better, x, y) for x, y in pairs))
 
 
 def masked(

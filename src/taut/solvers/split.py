@@ -77,6 +77,8 @@ class Split:
         z, u = part.z, part.u
         low, high = z > sides.activation.sigma(u), z < sides.activation.sigma(u)
         low, high = low & (z == box.floor), high & (z == box.ceiling)
+        if sides.floor is not None and sides.ceiling is not None:  # held there in any case
+            low, high = low & (z > sides.floor), high & (z < sides.ceiling)
         middle = sides.activation.sigma(torch.zeros_like(u))
         there = torch.where(low | high, z, middle)
         pull = torch.where(low | high, sides.activation.inverse(there) - u, 0)
