@@ -235,6 +235,17 @@ def test_bounded_with_open_ends_is_an_exponential_from_the_other():
     assert_close(each.sigma(u.unsqueeze(-1).expand(7, 4)), torch.stack(expected, -1))
 
 
+@pytest.mark.parametrize("ends", [(0.1, INF), (-INF, 0.1), (0.1, 0.3), (0.1, 0.1)])
+def test_parameters_keep_their_digits_whatever_the_default_dtype(ends):
+    torch.set_default_dtype(torch.float32)
+    one, each = bounded(*ends), bounded(*([x, x] for x in ends))
+    assert (one.range.lower, one.range.upper) == ends
+    assert [x.tolist() for x in (each.range.lower, each.range.upper)] == [[x, x] for x in ends]
+    u = torch.tensor([-750.0, 750.0], dtype=torch.float64)
+    for end, z in zip(ends, one.sigma(u).tolist(), strict=True):
+        assert z == pytest.approx(end, rel=1e-15) or abs(end) == INF
+
+
 def test_bounded_by_one_number_is_fixed():
     """A generator that is off: the others meet the equations."""
     activation = bounded([0.0, 2.0, 0.0], [5.0, 2.0, 5.0])

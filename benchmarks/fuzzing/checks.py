@@ -110,7 +110,7 @@ def _check_converged(block: Block, answer: Answer) -> dict[str, Mask]:
     # What u = v + Aᵀλ loses when it is computed in the dtype.
     sums = dot(np.swapaxes(absolute, 1, 2), np.abs(answer.multipliers)) + np.abs(v) + np.abs(u)
     blur = np.where(held, 0, (_FEW + A.shape[1]) * eps * sums)
-    around = eps * (np.abs(law.shift) + law.scale + np.abs(z)) * _FEW
+    around = eps * (law.size + np.abs(z)) * _FEW
     low, high = law.sigma(u - blur) - around, law.sigma(u + blur) + around
     lower, upper = law.ends
     inside = ((z >= lower - around) & (z <= upper + around)).all(1)
@@ -129,7 +129,7 @@ def _check_converged(block: Block, answer: Answer) -> dict[str, Mask]:
 
 def _at_their_ends(law: Law, answer: Answer, held: Mask) -> Mask:
     end = np.where(answer.u > 0, *reversed(law.ends))
-    slack = 4 * np.finfo(answer.z.dtype).eps * (np.abs(law.shift) + law.scale)
+    slack = 4 * np.finfo(answer.z.dtype).eps * law.size
     return (~held | (np.abs(answer.z - end) <= slack)).all(1)
 
 

@@ -127,6 +127,11 @@ class Law:
         return ends.min(0), ends.max(0)  # a negative scale turns them round
 
     @property
+    def size(self) -> Array:
+        """Of the numbers that are added up in σ: what its rounding is measured by, besides z."""
+        return np.abs(self.shift) + np.abs(self.scale)
+
+    @property
     def grows(self) -> NDArray[np.bool_]:
         """The coordinates whose σ is an exponential."""
         grows = np.zeros(len(self.shift), bool)

@@ -58,7 +58,7 @@ def prove(block: Block, answer: Answer) -> Proofs:
         proofs.count(f"HiGHS on INFEASIBLE: {verdict}")
     for row in sample(answer.are(Status.MAX_ITERATIONS), _LINEAR, _LINEAR_SIZE):
         proofs.count(f"HiGHS on MAX_ITERATIONS: {linear_program(block, row)}")
-    calm = np.abs(block.v).max(1) <= 60 * block.law.temperature.max()
+    calm = np.abs(block.v).max(1) <= 60 * np.abs(block.law.temperature).max()
     for row in sample(answer.are(Status.CONVERGED) & calm, _SECOND, _SECOND_SIZE):
         _compare(block, answer, row, proofs)
     return proofs
@@ -74,14 +74,17 @@ def _exact(block: Block, answer: Answer, row: int, proofs: Proofs) -> None:
 
 
 def exact_certificate(block: Block, multipliers: Array, row: int) -> bool:
-    """bᵀλ > Σ sup{(Aᵀλ)_k z} in rational numbers, where every float is what it is."""
+    """Do the multipliers prove that a row of the block has no solution?"""
+    return exact_proof(multipliers, block.matrix(row), block.b[row], *block.law.ends)
+
+
+def exact_proof(multipliers: Array, A: Array, b: Array, least: Array, most: Array) -> bool:
+    """bᵀλ > Σ sup{(Aᵀλ)_k z : least ≤ z ≤ most} in rational numbers."""
     if not np.isfinite(multipliers).all():
         return False
     weights = [Fraction(float(x)) for x in multipliers]
-    gain = sum(
-        (w * Fraction(float(x)) for w, x in zip(weights, block.b[row], strict=True)), Fraction()
-    )
-    for column, lower, upper in zip(block.matrix(row).T, *block.law.ends, strict=True):
+    gain = sum((w * Fraction(float(x)) for w, x in zip(weights, b, strict=True)), Fraction())
+    for column, lower, upper in zip(A.T, least, most, strict=True):
         y = sum((w * Fraction(float(a)) for w, a in zip(weights, column, strict=True)), Fraction())
         end = float(upper if y > 0 else lower)
         if y == 0:
@@ -148,7 +151,7 @@ def second_method(block: Block, row: int) -> tuple[Array, Array] | None:
     A, v = block.matrix(row).astype(np.float64), block.v[row].astype(np.float64)
     if not len(A):
         z = law.sigma(v)
-        return z, 64 * block.eps * (np.abs(law.shift) + law.scale + np.abs(z) * (1 + np.abs(v)))
+        return z, 64 * block.eps * (law.size + np.abs(z) * (1 + np.abs(v)))
     norms = np.linalg.norm(A, axis=1)
     norms = np.where(norms > 0, norms, 1)
     left, values, right = np.linalg.svd(A / norms[:, None], full_matrices=False)
@@ -192,5 +195,5 @@ def _polish(block: Block, row: int, Q: Array, back: Array, x: Array) -> tuple[Ar
     size = slope * (np.abs(u) + np.abs(v) + A.T @ np.abs(back.T @ x)).astype(np.float64)
     allowed = TOLERANCE[block.dtype] * (np.abs(b) + A @ np.abs(z)) + 64 * block.eps * (A @ size)
     moves = np.abs((slope[:, None] * Q.T) @ np.linalg.solve(hessian, back))
-    own = 64 * block.eps * (np.abs(law.shift) + law.scale + np.abs(z) + size)
+    own = 64 * block.eps * (law.size + np.abs(z) + size)
     return z, 4 * (moves @ allowed) + own

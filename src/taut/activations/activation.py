@@ -74,8 +74,8 @@ class Interval:
         >>> Interval(0.0, 1.0).bounded, Interval(0.0, math.inf).bounded
         (True, False)
         """
-        width = torch.as_tensor(self.upper) - torch.as_tensor(self.lower)
-        return bool(width.isfinite().all())
+        ends = (torch.as_tensor(x, dtype=torch.float64) for x in (self.lower, self.upper))
+        return all(bool(x.isfinite().all()) for x in ends)
 
     @cached_property
     def positive(self) -> bool:
@@ -84,7 +84,7 @@ class Interval:
         >>> Interval(0.0, 1.0).positive, Interval(-1.0, 1.0).positive
         (True, False)
         """
-        return bool((torch.as_tensor(self.lower) >= 0).all())
+        return bool((torch.as_tensor(self.lower, dtype=torch.float64) >= 0).all())
 
     def contains(self, z: Tensor) -> Tensor:
         """Elementwise: is z in the *closed* interval?

@@ -154,7 +154,8 @@ def bounded(
         )
     if _all((high - low) < math.inf):
         return Affine(sigmoid, low, high - low, range=Interval(low, high)).activation("bounded")
-    ends = torch.broadcast_tensors(torch.as_tensor(low), torch.as_tensor(high))
+    # Numbers become float64, whatever the default dtype is: an end keeps its digits.
+    ends = torch.broadcast_tensors(*(torch.as_tensor(x, dtype=torch.float64) for x in (low, high)))
     forms = [_between(*pair) for pair in torch.stack(ends, -1).reshape(-1, 2).tolist()]
     return forms[0] if ends[0].ndim == 0 else mixed(forms)
 
