@@ -190,9 +190,21 @@ def test_gradients_of_u_and_of_multipliers_alone(solve):
     for g_u, g_ν in ((torch.randn(50, 6), zeros[1]), (zeros[0], torch.randn(50, 3))):
         x, s, _ = solve(A, w, None, zeros[0], g_u, g_ν)
         for i in range(50):
-            true_x, true_s = precisely(A[i], w[i], None, g_u[i], g_ν[i])
+            given = A[i], w[i], g_u[i], g_ν[i]
+            true = precisely(A[i], w[i], None, g_u[i], g_ν[i])
             bound = 1e-13 * torch.linalg.cond(heaviest(A[i], w[i])).item()
-            assert gap(x[i], true_x) < bound and gap(s[i], true_s) < bound
+            gaps = [gap(one, other) for one, other in zip((x[i], s[i]), true, strict=True)]
+            assert max(gaps) < bound or max(gaps) < 10 * effect(given, true)
+
+
+def effect(given, true):
+    """How far changes of 2^-52 in A, w, g_u and g_ν move the answer, at most, in five trials."""
+    found = 0.0
+    for _ in range(5):
+        A, w, g_u, g_ν = (x * (1 + 2.0**-52 * torch.randn_like(x).sign()) for x in given)
+        moved = precisely(A, w, None, g_u, g_ν)
+        found = max(found, *(gap(one, other) for one, other in zip(moved, true, strict=True)))
+    return found
 
 
 def heaviest(A, w):
