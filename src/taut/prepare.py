@@ -14,7 +14,7 @@ from taut.activations import Activation, resolve
 from taut.activations.codes import is_line, width
 from taut.analysis import Basis, analyse, unexamined
 from taut.analysis.sifting import sift
-from taut.backends import Backend, Torch, backend_for, pull_stably
+from taut.backends import Backend, Torch, backend_for, backend_within, pull_stably
 from taut.held import Reach, reach
 from taut.maps import LinearMap, as_map
 from taut.systems import wide
@@ -106,7 +106,11 @@ class Prepared:
     @cached_property
     def bounded(self) -> "Prepared":
         """The same for problems with bounds on z."""
-        return replace(self, basis=_kinked_basis(self.map), backend=Torch(), alone=self)
+        basis = _kinked_basis(self.map)
+        backend: Backend = Torch()
+        if self.finite:
+            backend = backend_within(basis, self, self.activation)  # pyright: ignore
+        return replace(self, basis=basis, backend=backend, alone=self)
 
     def changed(self) -> bool:
         """Was A written to since it was looked at?"""
@@ -225,7 +229,10 @@ def stacked(A: Tensor, G: Tensor | None) -> Tensor:
 def _kinked(alone: Prepared, C: LinearMap, G: Tensor | None, version: int | None) -> Prepared:
     finite = bool(C.data.isfinite().all())
     basis = _kinked_basis(C)
-    return Prepared(alone.A, alone.activation, C, basis, Torch(), finite, version, G, alone)
+    backend: Backend = Torch()
+    if finite:
+        backend = backend_within(basis, alone, alone.activation)  # pyright: ignore
+    return Prepared(alone.A, alone.activation, C, basis, backend, finite, version, G, alone)
 
 
 def _kinked_basis(C: LinearMap) -> Basis:

@@ -6,6 +6,8 @@ from taut.analysis import Basis
 from taut.backends.base import Backend as Backend, Rules as Rules, Torch as Torch
 from taut.backends.cpu import Cpu as Cpu, variant
 from taut.backends.heavy import pull_stably as pull_stably
+from taut.backends.within import CpuWithin as CpuWithin
+from taut.systems import Known
 
 
 def available() -> str:
@@ -23,4 +25,11 @@ def backend_for(basis: Basis, activation: Activation) -> Backend:
     """The fastest backend that knows this A and this σ."""
     if Cpu.suits(basis) and codes(activation, basis.map.shape[1]) is not None:
         return Cpu(basis, activation)
+    return Torch()
+
+
+def backend_within(C: Basis, alone: Known, activation: Activation) -> Backend:
+    """The same for inequalities or bounds, with what is known of the equations alone."""
+    if CpuWithin.suits(C, alone) and codes(activation, C.map.shape[1]) is not None:
+        return CpuWithin(C, alone, activation)
     return Torch()

@@ -52,6 +52,16 @@ class Rules:
     near: float = 1e3  # units within which it is asked of a residual that still falls
     # Cholesky: pivots below this part of their diagonal are rounding.
     pivot: float = 1e-13
+    # Inequalities: active rows with a pivot below this part of their diagonal depend on each other;
+    # Newton's first attempt takes so many steps.
+    dependent: float = 1e-11
+    first: int = 12
+    # What is left of the optimality conditions may be so much of |side| + |C|(|z| + w|v|), and of
+    # that with the rounding of u where it no longer falls. A multiplier that moves u by less than
+    # `idle` of its size is 0.
+    fair: float = 1e-12
+    rough: float = 1e-13
+    idle: float = 64 * 2.0**-52
 
     def target(self, dtype: torch.dtype) -> float:
         """The relative residual that is enough for numbers given in `dtype`."""

@@ -23,13 +23,14 @@ from taut.analysis import Basis
 from taut.backends.base import Rules
 from taut.backends.plan import Plan, make_plan
 from taut.held import slack
+from taut.maps import LinearMap
 from taut.outcome import Outcome
 from taut.problems import Linear, Problem
 
 _LIMIT = 30  # iterations; what takes longer is not easy
 _GRAIN = 2**13  # products of two numbers that are worth a thread
 # A plan of more products than this is built for this many samples: one alone does not repay it.
-_LARGE, _REPAID = 2**20, 8
+LARGE, REPAID = 2**20, 8
 
 # The variants, and up to how many equations each is faster than torch: see benchmarks/variants.py.
 # The rule is on A alone, as a sample's bits must not depend on how many others there are.
@@ -124,7 +125,7 @@ def _function(name: str) -> tuple[Callable[[Any], None], c_void_p]:
     return function, ctypes.cast(function, c_void_p)
 
 
-_NAMES = ("solve", "backward", "stable", "loss")
+_NAMES = ("solve", "backward", "stable", "loss", "within")
 _functions = {} if _library is None else {name: _function(name) for name in _NAMES}
 
 
@@ -167,6 +168,16 @@ def readable(*tensors: Tensor | None) -> bool:
     return True
 
 
+def laid_out(name: str, plan: Plan) -> Structure:
+    """A plan as C takes it; its arrays must outlive it."""
+    arrays = {field: x.data_ptr() for field, x in plan.arrays.items()}
+    kind, fields = _structures[name]
+    values = dict.fromkeys(fields) | arrays | plan.sizes
+    if len(values) != len(fields):
+        raise _differing(name, values)
+    return kind(**values)
+
+
 class _Known(NamedTuple):
     """The plan, as C takes it."""
 
@@ -176,7 +187,7 @@ class _Known(NamedTuple):
     work: int  # of one evaluation of a sample
 
 
-class _Given(NamedTuple):
+class Given(NamedTuple):
     """Rules for numbers of one dtype, as C takes them."""
 
     rules: Rules
@@ -184,7 +195,7 @@ class _Given(NamedTuple):
     values: dict[str, Any]  # of a solve, as far as they follow from the rules
 
     @staticmethod
-    def of(rules: Rules, dtype: torch.dtype) -> "_Given":
+    def of(rules: Rules, dtype: torch.dtype) -> "Given":
         kind, fields = _structures["rules"]
         structure = kind(**{name: getattr(rules, name) for name in fields})
         values = {
@@ -197,11 +208,23 @@ class _Given(NamedTuple):
             "slack": slack(torch.finfo(dtype).eps),
             "huge": torch.finfo(dtype).max,
         }
-        return _Given(rules, structure, values)
+        return Given(rules, structure, values)
 
 
 _USUAL = Rules()
 _PLAIN = (Tensor, Parameter)
+
+
+def fits(A: LinearMap) -> bool:
+    """Is A a matrix that C can read, of a size that it is fast with?"""
+    return (
+        _library is not None
+        and A.data.layout == torch.strided
+        and A.data.ndim == 2
+        and A.data.dtype == torch.float64
+        and A.data.is_cpu
+        and 0 < A.shape[0] <= _MOST[_variant]
+    )
 
 
 @final
@@ -212,31 +235,22 @@ class Cpu:
         self._basis, self._activation = basis, activation
         self._redundant = basis.left_out is not None
         equations, outputs = basis.map.shape
-        self._wait = _REPAID if equations * equations * outputs > _LARGE else 0
+        self._wait = REPAID if equations * equations * outputs > LARGE else 0
         self._known: _Known | None = None
         self._tried = False
-        self._given: dict[torch.dtype, _Given] = {}
+        self._given: dict[torch.dtype, Given] = {}
 
-    def _rules(self, rules: Rules, dtype: torch.dtype) -> _Given:
+    def _rules(self, rules: Rules, dtype: torch.dtype) -> Given:
         """The last rules are kept: they seldom change from call to call."""
         given = self._given.get(dtype)
         if given is None or given.rules is not rules:
-            given = self._given[dtype] = _Given.of(rules, dtype)
+            given = self._given[dtype] = Given.of(rules, dtype)
         return given
 
     @staticmethod
     def suits(basis: Basis) -> bool:
         """May there be a plan for this A?"""
-        A = basis.map
-        return (
-            _library is not None
-            and A.data.layout == torch.strided
-            and A.data.ndim == 2
-            and not basis.transformed
-            and A.data.dtype == torch.float64
-            and A.data.is_cpu
-            and 0 < A.shape[0] <= _MOST[_variant]
-        )
+        return fits(basis.map) and not basis.transformed
 
     def _plan(self, samples: int) -> "_Known | None":
         self._wait -= samples
@@ -244,12 +258,7 @@ class Cpu:
             return self._known
         plan = make_plan(self._basis, self._activation)
         if plan is not None:
-            arrays = {name: x.data_ptr() for name, x in plan.arrays.items()}
-            kind, fields = _structures["plan"]
-            values = dict.fromkeys(fields) | arrays | plan.sizes
-            if len(values) != len(fields):
-                raise _differing("plan", values)
-            structure = kind(**values)
+            structure = laid_out("plan", plan)
             self._known = _Known(plan, structure, addressof(structure), plan.work)
         self._tried = True
         return self._known

@@ -48,26 +48,25 @@ def make_plan(basis: Basis, activation: Activation) -> Plan | None:
     """
     A = basis.map.data
     constraints, given = A.shape
-    functions = _functions(activation, given)
-    if functions is None or given > _MAX_OUTPUTS:
+    found = functions(activation, given)
+    if found is None:
         return None
     out = basis.left_out
     kept = torch.ones(constraints, dtype=torch.bool, device="cpu") if out is None else ~out
-    sparse = _mostly_zeros(A)
+    sparse = mostly_zeros(A)
     disjoint = _disjoint(A, kept) if sparse else torch.zeros_like(kept)
     parts = [x.nonzero().squeeze(-1) for x in (disjoint, kept & ~disjoint, ~kept)]
-    first, worked = len(parts[0]), len(parts[0]) + len(_filled(parts[1]))
-    order = _filled(torch.cat([parts[0], _filled(parts[1]), parts[2]]))
-    a = A.new_zeros(len(order), len(functions["kind"]))
-    a[order >= 0, :given] = A[order[order >= 0]]
+    first, worked = len(parts[0]), len(parts[0]) + len(filled(parts[1]))
+    order = filled(torch.cat([parts[0], filled(parts[1]), parts[2]]))
+    a = matrix(A, order, len(found["kind"]))
     absolute = a.abs()
-    arrays = functions | {"order": order, "a": a, "absolute": absolute, "sizes": absolute.sum(-1)}
+    arrays = found | {"order": order, "a": a, "absolute": absolute, "sizes": absolute.sum(-1)}
     arrays["largest"] = absolute.amax(-1)
     ends = (pad(x.expand(given), (0, a.shape[1] - given)) for x in activation.range.bounds(A))
     arrays |= reach(as_map(a), *ends)._asdict()
     if sparse:
-        arrays |= _lists(a, worked)
-    w = functions["scale"] / functions["temperature"]
+        arrays |= lists(a, worked)
+    w = found["scale"] / found["temperature"]
     c = basis.condition.item()
     even = EVEN * c**2 if c < CONDITION else torch.inf
     inverses = {"flat": _inverse(a[:worked], torch.ones_like(w))}
@@ -90,10 +89,10 @@ def make_plan(basis: Basis, activation: Activation) -> Plan | None:
     return Plan(sizes, {name: x.contiguous() for name, x in (arrays | inverses).items()})
 
 
-def _functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
+def functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
     """The codes of σ, filled up with lines to a multiple of TILE."""
     found, more = codes(activation, given), -given % TILE
-    if found is None:
+    if found is None or given > _MAX_OUTPUTS:
         return None
     fill = {"kind": KINDS.index(linear), "shift": 0.0, "scale": 1.0, "temperature": 1.0}
     fill |= {"lower": -torch.inf, "upper": torch.inf}
@@ -102,7 +101,15 @@ def _functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
     return arrays | {"plain": plain.to(torch.int8)}
 
 
-def _mostly_zeros(A: Float[Tensor, "I K"]) -> bool:
+def matrix(A: Float[Tensor, "I K"], order: Int[Tensor, "rows"], outputs: int) -> Tensor:
+    """The rows of A in this order, 0 for filling."""
+    a = A.new_zeros(len(order), outputs)
+    a[order >= 0, : A.shape[1]] = A[order[order >= 0]]
+    return a
+
+
+def mostly_zeros(A: Float[Tensor, "I K"]) -> bool:
+    """Is it worth to hold A as lists?"""
     products = int((A != 0).sum(0).square().sum())
     return 4 * products < A.shape[0] ** 2 * A.shape[1] and products <= _MAX_PRODUCTS
 
@@ -117,12 +124,12 @@ def _disjoint(A: Float[Tensor, "I K"], kept: Bool[Tensor, "I"]) -> Bool[Tensor, 
     return chosen
 
 
-def _filled(index: Int[Tensor, "n"]) -> Int[Tensor, "more"]:
+def filled(index: Int[Tensor, "n"]) -> Int[Tensor, "more"]:
     """With −1 up to a multiple of TILE."""
     return torch.cat([index, index.new_full((-len(index) % TILE,), -1)])
 
 
-def _lists(a: Float[Tensor, "rows outputs"], kept: int) -> dict[str, Tensor]:
+def lists(a: Float[Tensor, "rows outputs"], kept: int) -> dict[str, Tensor]:
     """The non-zeros by row, by output, and their products by entry of A diag(w) Aᵀ."""
     row, output = a.nonzero(as_tuple=True)
     column, its_row = a[:kept].mT.nonzero(as_tuple=True)

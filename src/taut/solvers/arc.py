@@ -11,9 +11,6 @@ from taut.outcome import Status
 from taut.solvers.sides import EPS, TINY, Levels, Point, Sides, masked
 from taut.systems import Factor
 
-# A pivot below this part of its diagonal says that active rows depend on each other.
-_DEPENDENT = 1e-11
-
 
 @final
 class Found(NamedTuple):
@@ -75,7 +72,7 @@ def newton(
         active = (orthant != 0) | sides.equal
         s = s.masked_fill(~active, 0)
         damping = 1e-4 * levels.plain.clamp(max=1.0) if last else torch.zeros_like(levels.plain)
-        step, broken = _direction(sides, point.w, s, active, damping)
+        step, broken = _direction(sides, point.w, s, active, damping, rules)
         progress = progress._replace(broken=progress.broken + broken)
         point = _search(sides, point, step, s, orthant, rules)
     return found
@@ -88,8 +85,10 @@ def _signed(sides: Sides, start: Tensor) -> Tensor:
 
 
 def _converged(levels: Levels, stalls: Tensor, rules: Rules) -> Bool[Tensor, "n"]:
-    stopped = (levels.rough <= 4 * EPS) | ((levels.rough <= 1e-13) & (stalls > 1))
-    return (levels.plain <= max(rules.tol or 0.0, 8 * EPS)) | ((levels.fair <= 1e-12) & stopped)
+    stopped = (levels.rough <= 4 * EPS) | ((levels.rough <= rules.rough) & (stalls > 1))
+    return (levels.plain <= max(rules.tol or 0.0, 8 * EPS)) | (
+        (levels.fair <= rules.fair) & stopped
+    )
 
 
 def _close(
@@ -119,7 +118,7 @@ assert int(Status.CONVERGED) == 0  # noqa: S101
 
 
 def _direction(
-    sides: Sides, w: Tensor, s: Tensor, active: Tensor, damping: Tensor
+    sides: Sides, w: Tensor, s: Tensor, active: Tensor, damping: Tensor, rules: Rules
 ) -> tuple[Tensor, Bool[Tensor, "n"]]:
     """−H⁻¹s on the active rows, and where those depend on each other."""
     gram = sides.C.gram(w)
@@ -131,7 +130,7 @@ def _direction(
     pivots = triangle.diagonal(dim1=-2, dim2=-1).square() / own
     pivots = torch.where(active, pivots, 1)
     least = pivots.amin(-1) if pivots.shape[-1] else torch.ones_like(damping)
-    broken = (info > 0) | ~(least > _DEPENDENT)
+    broken = (info > 0) | ~(least > rules.dependent)
     bad, lift = (info > 0).nonzero().squeeze(-1), 1e-12
     while len(bad) and lift < 1:
         few = gram[bad]

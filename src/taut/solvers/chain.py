@@ -11,9 +11,9 @@ from taut.certificate import rays, reach_of_proof
 from taut.outcome import Status
 from taut.solvers.arc import Found, newton
 from taut.solvers.interior import interior
-from taut.solvers.sides import EPS, Point, Sides
+from taut.solvers.sides import Point, Sides
 
-_FIRST, _INNER, _POLISH, _LAST = 12, 100, 20, 150  # steps of each part, at most
+_INNER, _POLISH, _LAST = 100, 20, 150  # steps of each part, at most
 _PATIENCE = 4  # interior steps between two attempts of a proof
 _FAR = 1e8  # a proof for |z| ≤ R decides from an R of so many times the numbers given
 
@@ -32,7 +32,7 @@ def chain(sides: Sides, start: Float[Tensor, "N M"] | None, rules: Rules, exact:
 
     Without `exact`, proofs are made of numbers that float32 has too.
     """
-    work = _Work(sides, rules, exact, newton(sides, start, rules, _within(rules, _FIRST)))
+    work = _Work(sides, rules, exact, newton(sides, start, rules, _within(rules, rules.first)))
     left = work.open()
     if len(left):
         left = left[~work.prove(left, work.found.point.multipliers[left])]
@@ -135,7 +135,7 @@ class _Work:
         ν = point.multipliers
         if ν.shape[-1]:
             blur = 1 + (sides.v.abs() + point.u.abs()).amax(-1, keepdim=True)
-            idle = ν.abs() * sides.C.abs().data.amax(-1) <= 64 * EPS * blur
+            idle = ν.abs() * sides.C.abs().data.amax(-1) <= self.rules.idle * blur
             idle = idle & (ν != 0) & ~sides.equal & (status == Status.CONVERGED).unsqueeze(-1)
             index = idle.any(-1).nonzero().squeeze(-1)
             if len(index):
@@ -147,7 +147,7 @@ class _Work:
         sides, point = self.sides.take(index), self.found.point
         without = sides.point(point.multipliers[index].masked_fill(idle, 0))
         levels, _ = sides.measure(without, sides.gradient(without.multipliers, without.r))
-        fine = (levels.fair <= 1e-12) & (levels.rough <= 1e-13)
+        fine = (levels.fair <= self.rules.fair) & (levels.rough <= self.rules.rough)
         fine = fine | (levels.plain <= self.found.level[index])
         few = fine.nonzero().squeeze(-1)
         point.write(index[few], sides.take(few).refined(without.take(few)))

@@ -68,7 +68,20 @@
     FIELD(double, far)      \
     FIELD(double, unit)     \
     FIELD(double, near)     \
-    FIELD(double, pivot)
+    FIELD(double, pivot)    \
+    FIELD(double, dependent) \
+    FIELD(double, fair)     \
+    FIELD(double, rough)    \
+    FIELD(double, idle)
+
+/* Where σ is a line, what is left of the rows of G when those of A are eliminated: see plan.py */
+#define LINE(FIELD)                                                                              \
+    FIELD(int64_t, equations)       /* rows of A, filled up to a multiple of TILE */             \
+    FIELD(int64_t, rows)            /* of G, likewise */                                         \
+    FIELD(const double *, inverse)  /* (A W Aᵀ)⁻¹, equations × equations */                      \
+    FIELD(const double *, through)  /* (A W Aᵀ)⁻¹A W Gᵀ, equations × rows */                     \
+    FIELD(const double *, q)        /* rows × rows */                                            \
+    FIELD(const double *, root)     /* of its diagonal */
 
 #define SOLVE(FIELD)                                                                    \
     FIELD(const Plan *, plan)                                                           \
@@ -126,6 +139,36 @@
     FIELD(int64_t, next)                                                                \
     FIELD(int64_t, unsolved)
 
+#define WITHIN(FIELD)                                                                   \
+    FIELD(const Plan *, plan)  /* of C = [A; G], A filled up by itself */               \
+    FIELD(const Line *, line)  /* NULL where σ is none */                               \
+    FIELD(const Rules *, rules)                                                         \
+    FIELD(const double *, lowest)  /* the ends of the range of each output */           \
+    FIELD(const double *, highest)                                                      \
+    FIELD(const void *, v)                                                              \
+    FIELD(const void *, lower)                                                          \
+    FIELD(const void *, upper)                                                          \
+    FIELD(const void *, floor)   /* bounds on z, or NULL */                             \
+    FIELD(const void *, ceiling)                                                        \
+    FIELD(const void *, start) /* may be NULL: 0, or what has begun */                  \
+    FIELD(void *, multipliers)                                                          \
+    FIELD(void *, u)                                                                    \
+    FIELD(void *, z)                                                                    \
+    FIELD(void *, residual)                                                             \
+    FIELD(int64_t *, iterations)                                                        \
+    FIELD(int64_t *, status)                                                            \
+    FIELD(int64_t, begun)      /* do they hold the solution of the equations alone? */  \
+    FIELD(int64_t, equations)  /* rows of A, as filled up in the plan */                \
+    FIELD(int64_t, samples)                                                             \
+    FIELD(int64_t, single)                                                              \
+    FIELD(int64_t, limit)      /* of steps */                                           \
+    FIELD(int64_t, next)                                                                \
+    FIELD(int64_t, unsolved)                                                            \
+    FIELD(double, target)                                                               \
+    FIELD(double, cap)                                                                  \
+    FIELD(double, slack)                                                                \
+    FIELD(double, huge)
+
 #define LOSS(FIELD)               \
     FIELD(const Plan *, plan)     \
     FIELD(const void *, v)        \
@@ -143,9 +186,11 @@
 #define DECLARE(type, name) type name;
 typedef struct { PLAN(DECLARE) } Plan;
 typedef struct { RULES(DECLARE) } Rules;
+typedef struct { LINE(DECLARE) } Line;
 typedef struct { SOLVE(DECLARE) } Solve;
 typedef struct { BACKWARD(DECLARE) } Backward;
 typedef struct { STABLE(DECLARE) } Stable;
+typedef struct { WITHIN(DECLARE) } Within;
 typedef struct { LOSS(DECLARE) } Loss;
 #undef DECLARE
 

@@ -1,6 +1,7 @@
-/* The four calls, for one kind of processor: VARIANT(name) is what they are called. */
+/* The calls, for one kind of processor: VARIANT(name) is what they are called. */
 #include "gradient.h"
 #include "newton.h"
+#include "within.h"
 
 #define EACH_BLOCK(type, work_on)                                               \
     (type * s) {                                                                \
@@ -26,6 +27,17 @@ void VARIANT(taut_stable)(Stable *s) {
         int64_t n = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED);
         if (n >= s->samples) break;
         stable_block(s, &one, n);
+    }
+    free(memory);
+}
+
+void VARIANT(taut_within)(Within *s) {
+    Sides sides;
+    void *memory = make_sides(s->plan, &sides);
+    while (memory) {
+        int64_t first = __atomic_fetch_add(&s->next, LANES, __ATOMIC_RELAXED);
+        if (first >= s->samples) break;
+        within_block(s->plan, s, &sides, first);
     }
     free(memory);
 }

@@ -1,0 +1,123 @@
+/* Systems in the active rows of each sample alone. Every lane has a list of its own, filled up with
+ * −1: which rows are active in other lanes changes no bit of it. */
+#ifndef TAUT_SUBSET_H
+#define TAUT_SUBSET_H
+
+#include "factor.h"
+
+/* Lists the rows from `first` on whose `which` is not 0, less `first`; returns the length of the
+ * longest list, filled up to a multiple of TILE. */
+PART int64_t list_active(const lanes *which, int64_t first, int64_t count, int64_t *index) {
+    int64_t length[LANES] = {0}, longest = 0;
+    for (int64_t i = 0; i < count; i++)
+        for (int l = 0; l < LANES; l++)
+            if (which[first + i][l] != 0.0) index[length[l]++ * LANES + l] = i;
+    for (int l = 0; l < LANES; l++) longest = length[l] > longest ? length[l] : longest;
+    longest = (longest + TILE - 1) / TILE * TILE;
+    for (int l = 0; l < LANES; l++)
+        for (int64_t i = length[l]; i < longest; i++) index[i * LANES + l] = -1;
+    return longest;
+}
+
+/* x ← the listed entries of `from`, whose first row is number 0; 0 in the filling */
+INLINE void gather_rows(const int64_t *index, int64_t n, const lanes *from, lanes *x) {
+    for (int64_t i = 0; i < n; i++)
+        for (int l = 0; l < LANES; l++) {
+            int64_t row = index[i * LANES + l];
+            x[i][l] = row < 0 ? 0.0 : from[row][l];
+        }
+}
+
+/* The other way; rows that are not listed become 0. */
+INLINE void scatter_rows(const int64_t *index, int64_t n, const lanes *x, lanes *to, int64_t count) {
+    for (int64_t i = 0; i < count; i++) to[i] = all(0.0);
+    for (int64_t i = 0; i < n; i++)
+        for (int l = 0; l < LANES; l++)
+            if (index[i * LANES + l] >= 0) to[index[i * LANES + l]][l] = x[i][l];
+}
+
+/* The listed rows and columns of a symmetric matrix that all samples share, count × count; those of
+ * the identity in the filling */
+PART void gather_shared(const int64_t *index, int64_t n, const double *q, int64_t count, lanes *own) {
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t j = 0; j <= i; j++) {
+            lanes entry = all(0.0);
+            for (int l = 0; l < LANES; l++) {
+                int64_t row = index[i * LANES + l];
+                entry[l] = row < 0 ? i == j : q[row * count + index[j * LANES + l]];
+            }
+            own[triangle(i) + j] = entry;
+        }
+}
+
+/* Cholesky's factor in place, n a multiple of TILE; its diagonal's reciprocals go to `diagonal`. A
+ * row that depends on those before it stands still: its reciprocal is 0, and so is its part of every
+ * solution. `dependent` tells where there is one. */
+PART void factorise_own(int64_t n, lanes *own, lanes *diagonal, double least, mask *dependent) {
+    mask found = all(0.0) != all(0.0);
+    for (int64_t i = 0; i < n; i++) diagonal[i] = own[triangle(i) + i]; /* to compare pivots with */
+    for (int64_t j = 0; j < n; j += TILE)
+        for (int64_t i = j; i < n; i += TILE) {
+            lanes *row[TILE], *column[TILE];
+#pragma GCC unroll 4
+            for (int s = 0; s < TILE; s++) {
+                row[s] = own + triangle(i + s);
+                column[s] = own + triangle(j + s);
+            }
+#pragma GCC unroll 2
+            for (int c = 0; c < TILE; c += COLUMNS) {
+                lanes sum[TILE][COLUMNS];
+#pragma GCC unroll 4
+                for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                    for (int t = 0; t < COLUMNS; t++) sum[s][t] = all(0.0);
+                for (int64_t k = 0; k < j; k++)
+#pragma GCC unroll 4
+                    for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                        for (int t = 0; t < COLUMNS; t++) sum[s][t] += row[s][k] * column[c + t][k];
+#pragma GCC unroll 4
+                for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                    for (int t = 0; t < COLUMNS; t++)
+                        if (j + c + t <= i + s) row[s][j + c + t] -= sum[s][t];
+            }
+            for (int s = 0; s < TILE; s++)
+                for (int t = 0; t < TILE && j + t <= i + s; t++) {
+                    lanes x = row[s][j + t];
+                    for (int k = 0; k < t; k++) x -= row[s][j + k] * column[t][j + k];
+                    if (i + s > j + t) {
+                        row[s][j + t] = x * diagonal[j + t];
+                        continue;
+                    }
+                    mask good = (x > least * diagonal[i + s]) & (x > 0x1p-900);
+                    found |= ~good;
+                    x = choose(good, x, all(1.0));
+                    for (int l = 0; l < LANES; l++) x[l] = 1.0 / sqrt(x[l]);
+                    diagonal[i + s] = choose(good, x, all(0.0));
+                }
+        }
+    *dependent = found;
+}
+
+/* x ← H⁻¹x by the factor */
+PART void solve_own(int64_t n, const lanes *own, const lanes *diagonal, lanes *x) {
+    for (int64_t i = 0; i < n; i++) {
+        const lanes *row = own + triangle(i);
+        lanes even = all(0.0), odd = all(0.0);
+        int64_t k = 0;
+        for (; k + 1 < i; k += 2) {
+            even += row[k] * x[k];
+            odd += row[k + 1] * x[k + 1];
+        }
+        if (k < i) even += row[k] * x[k];
+        x[i] = (x[i] - (even + odd)) * diagonal[i];
+    }
+    for (int64_t i = n - 1; i >= 0; i--) {
+        const lanes *row = own + triangle(i);
+        lanes found = x[i] *= diagonal[i];
+        for (int64_t k = 0; k < i; k++) x[k] -= row[k] * found;
+    }
+}
+
+#endif

@@ -1,0 +1,247 @@
+/* Inequalities and bounds, LANES samples at a time. Decided here is only that a sample is solved, by
+ * the rules of solvers/chain.py; every other is left to it. */
+#ifndef TAUT_WITHIN_H
+#define TAUT_WITHIN_H
+
+#include "euclid.h"
+
+#define NEARBY 1e-3 /* from here on it is asked what is rounding */
+#define PASSES 6 /* of a line: one finds the active rows, others what rounding left */
+
+INLINE void read_side(const Plan *p, lanes *to, const void *x, const Within *s, int64_t first,
+                      double none) {
+    read_rows(p, to, x, p->constraints, first, s->samples, s->single);
+    for (int64_t i = 0; i < p->rows; i++)
+        if (p->order[i] < 0) to[i] = all(none);
+}
+
+INLINE void read_bound(const Plan *p, lanes *to, const void *x, const Within *s, int64_t first,
+                       double none) {
+    read_outputs(p, to, x, first, s->samples, s->single);
+    for (int64_t k = p->given; k < p->outputs; k++) to[k] = all(none);
+}
+
+/* Sides and bounds; returns the samples in which none excludes another. */
+PART mask read_sides(const Plan *p, const Within *s, Sides *x, int64_t first) {
+    read_outputs(p, x->v, s->v, first, s->samples, s->single);
+    read_side(p, x->lower, s->lower, s, first, -INFINITY);
+    read_side(p, x->upper, s->upper, s, first, INFINITY);
+    mask fine = all(0.0) == all(0.0);
+    for (int64_t i = 0; i < p->rows; i++)
+        fine &= (x->lower[i] <= x->upper[i]) & (x->lower[i] < INFINITY) & (x->upper[i] > -INFINITY);
+    if (!s->floor) return fine;
+    read_bound(p, x->floor, s->floor, s, first, -INFINITY);
+    read_bound(p, x->ceiling, s->ceiling, s, first, INFINITY);
+    for (int64_t k = 0; k < p->given; k++) {
+        lanes low = at_least(x->floor[k], all(s->lowest[k]));
+        lanes high = at_most(x->ceiling[k], all(s->highest[k]));
+        fine &= (low <= high) & (low < INFINITY) & (high > -INFINITY);
+    }
+    return fine;
+}
+
+/* A start that is not a number, absurdly far, or of a sign that no side allows, is worse than none. */
+PART void read_start(const Plan *p, const Within *s, Sides *x, int64_t first) {
+    read_rows(p, x->nu, s->start, p->constraints, first, s->samples, s->single);
+    lanes far = all(0.0), most = all(0.0);
+    mask finite = all(0.0) == all(0.0);
+    for (int64_t i = 0; i < p->rows; i++) finite &= absolute(x->nu[i]) < INFINITY;
+    for (int64_t k = 0; k < p->given; k++) {
+        lanes sum = all(0.0);
+        for (int64_t i = 0; i < p->rows; i++)
+            sum += p->absolute[i * p->outputs + k] * absolute(x->nu[i]);
+        far = larger(far, sum);
+        most = larger(most, absolute(x->v[k]));
+    }
+    finite &= far <= s->rules->far * (1.0 + most);
+    for (int64_t i = 0; i < p->rows; i++) {
+        mask none = ((x->lower[i] == -INFINITY) & (x->nu[i] > 0.0)) |
+                    ((x->upper[i] == INFINITY) & (x->nu[i] < 0.0));
+        x->nu[i] = choose(finite & ~none, x->nu[i], all(0.0));
+    }
+}
+
+/* Where a row asks for an end of what it can come to, or for more: see held.py */
+INLINE mask asks_for_end(const Plan *p, const Within *s, const Sides *x) {
+    mask found = all(0.0) != all(0.0);
+    for (int64_t i = 0; i < p->rows; i++) {
+        if (p->order[i] < 0) continue;
+        found |= x->upper[i] <= p->least[i] + s->slack * p->least_terms[i];
+        found |= x->lower[i] >= p->most[i] - s->slack * p->most_terms[i];
+    }
+    return found;
+}
+
+/* The solution of the equations alone is in z, u and the multipliers: where it keeps the rest, that
+ * is the answer. Returns the samples that it is for; `open` becomes those to work on. */
+PART mask begin(const Plan *p, const Within *s, Sides *x, int64_t first, mask *open) {
+    mask had = *open & ~*open;
+    for (int l = 0; l < LANES; l++) had[l] = -(s->status[sample(first, l, s->samples)] == 0);
+    read_rows(p, x->nu, s->multipliers, p->constraints, first, s->samples, s->single);
+    read_outputs(p, x->u, s->u, first, s->samples, s->single);
+    read_outputs(p, x->z, s->z, first, s->samples, s->single);
+    apply_all(p, x->z, 1, x->r);
+    mask kept = *open & had & keeps(p, x, 2.0 * EPS, s->equations);
+    for (int64_t k = 0; s->floor && k < p->given; k++)
+        kept &= (x->z[k] >= x->floor[k]) & (x->z[k] <= x->ceiling[k]);
+    *open &= had & ~kept;
+    return kept;
+}
+
+/* z −= W C_Fᵀ H⁻¹s_F where `which`, if that is better: `refined` of solvers/sides.py. C z is kept up. */
+PART void refine(const Plan *p, const Within *s, Sides *x, mask which) {
+    lanes before = all(0.0), after = all(0.0), sum[TILE];
+    for (int64_t i = 0; i < p->rows; i++) {
+        mask active = which & is_active(x, i);
+        x->orthant[i] = choose(active, all(1.0), all(0.0));
+        lanes side = held_side(x->nu[i], x->lower[i], x->upper[i]);
+        x->change[i] = choose(active, x->r[i] - side, all(0.0));
+        before = larger(before, absolute(x->change[i]));
+    }
+    solve_line(s->line, x, s->rules, x->change);
+    const int64_t count = list_pairs(p, x->step, x->pairs);
+    mask inside = which;
+    for (int64_t k = 0; k < p->outputs; k += TILE) {
+        adjoint_of(p, x->step, x->pairs, count, k, sum);
+        for (int t = 0; t < TILE; t++) {
+            lanes z = x->z[k + t] - x->w[k + t] * sum[t];
+            x->y[k + t] = z;
+        }
+    }
+    for (int64_t k = 0; k < p->given; k++) {
+        if (s->floor) x->y[k] = at_most(at_least(x->y[k], x->floor[k]), x->ceiling[k]);
+        inside &= (x->y[k] >= s->lowest[k]) & (x->y[k] <= s->highest[k]);
+    }
+    apply_all(p, x->y, 1, x->trial);
+    for (int64_t i = 0; i < p->rows; i++) {
+        lanes side = held_side(x->nu[i], x->lower[i], x->upper[i]);
+        lanes left = choose(x->orthant[i] != 0.0, x->trial[i] - side, all(0.0));
+        after = larger(after, absolute(left));
+    }
+    mask better = inside & (after < before);
+    for (int64_t k = 0; k < p->outputs; k++) x->z[k] = choose(better, x->y[k], x->z[k]);
+    for (int64_t i = 0; i < p->rows; i++) x->r[i] = choose(better, x->trial[i], x->r[i]);
+}
+
+/* Which samples are solved: `_converged` of solvers/arc.py */
+PART mask is_optimal(const Plan *p, const Within *s, Sides *x, mask open, lanes plain, lanes stalls) {
+    const Rules *r = s->rules;
+    mask done = open & (plain <= s->target), near = open & ~done & (plain < NEARBY);
+    if (!any(near)) return done;
+    lanes fair, rough;
+    rounding_levels(p, x, &fair, &rough);
+    mask stopped = (rough <= 4.0 * EPS) | ((rough <= r->rough) & (stalls > 1.0));
+    return done | (near & (fair <= r->fair) & stopped);
+}
+
+/* Multipliers that cannot be told from 0 are 0, if the conditions hold as well without them:
+ * `tidied` of solvers/chain.py. `level` is that with them. */
+PART void tidy(const Plan *p, const Within *s, Sides *x, mask done, lanes level) {
+    const Rules *r = s->rules;
+    lanes blur = all(0.0), fair, rough;
+    mask some = done & ~done;
+    for (int64_t k = 0; k < p->given; k++)
+        blur = larger(blur, absolute(x->v[k]) + absolute(x->u[k]));
+    memcpy(x->old_nu, x->nu, p->rows * sizeof *x->nu);
+    for (int64_t i = 0; i < p->rows; i++) {
+        mask idle = done & (x->nu[i] != 0.0) & (x->lower[i] != x->upper[i]);
+        idle &= absolute(x->nu[i]) * p->largest[i] <= r->idle * (1.0 + blur);
+        x->nu[i] = choose(idle, all(0.0), x->nu[i]);
+        some |= idle;
+    }
+    if (!any(some)) return;
+    memcpy(x->old_u, x->u, p->outputs * sizeof *x->u);
+    memcpy(x->old_z, x->z, p->outputs * sizeof *x->z);
+    evaluate_sides(p, s, x);
+    lanes plain = plain_level(p, x);
+    rounding_levels(p, x, &fair, &rough);
+    mask fine = some & (((fair <= r->fair) & (rough <= r->rough)) | (plain <= level));
+    for (int64_t i = 0; i < p->rows; i++) x->nu[i] = choose(fine, x->nu[i], x->old_nu[i]);
+    if (any(fine)) refine(p, s, x, fine);
+    for (int64_t k = 0; k < p->outputs; k++) {
+        x->u[k] = choose(fine, x->u[k], x->old_u[k]);
+        x->z[k] = choose(fine, x->z[k], x->old_z[k]);
+    }
+    apply_all(p, x->z, 1, x->r);
+}
+
+/* Steps, until each sample is solved or given up; returns which are solved, and how well. */
+PART mask iterate(const Plan *p, const Within *s, Sides *x, mask open, lanes *iterations,
+                  lanes *level) {
+    lanes best = all(INFINITY), stalls = all(0.0);
+    mask solved = open & ~open;
+    for (int64_t pass = 0; any(open); pass++) {
+        lanes plain = plain_level(p, x);
+        stalls = choose(plain < 0.5 * best, all(0.0), stalls + 1.0);
+        best = at_most(best, plain);
+        mask done = is_optimal(p, s, x, open, plain, stalls);
+        *level = choose(done, plain, *level);
+        solved |= done;
+        open &= ~done & (plain < INFINITY);
+        if (!any(open) || pass == PASSES) break;
+        find_noise(p, x);
+        descend_line(s, x, &open, iterations);
+        evaluate_sides(p, s, x);
+    }
+    return solved;
+}
+
+INLINE mask are_finite(const Plan *p, const Within *s, const Sides *x) {
+    lanes largest = all(0.0);
+    for (int64_t i = 0; i < p->rows; i++) largest = larger(largest, absolute(x->nu[i]));
+    for (int64_t k = 0; k < p->given; k++)
+        largest = larger(largest, larger(absolute(x->u[k]), absolute(x->z[k])));
+    return largest <= s->huge;
+}
+
+/* What is returned, in the dtype of v; the answers of the equations alone, where they are `kept` */
+PART void write_answers(const Plan *p, Within *s, Sides *x, int64_t first, mask solved, mask kept,
+                        lanes iterations) {
+    if (s->single) { /* the violation is that of z as it will be returned */
+        for (int64_t k = 0; k < p->outputs; k++)
+            for (int l = 0; l < LANES; l++) x->z[k][l] = (float)x->z[k][l];
+        apply_all(p, x->z, 1, x->r);
+    }
+    lanes residual = violation(p, s, x);
+    write_rows(p, x->nu, s->multipliers, first, s->samples, s->single);
+    write_outputs(p, x->u, s->u, first, s->samples, s->single);
+    write_outputs(p, x->z, s->z, first, s->samples, s->single);
+    for (int l = 0; l < LANES && first + l < s->samples; l++) {
+        if (!kept[l]) s->iterations[first + l] = (int64_t)iterations[l];
+        put(s->residual, first + l, s->single, residual[l]);
+        s->status[first + l] = solved[l] || kept[l] ? 0 : -1;
+        if (!s->status[first + l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
+    }
+}
+
+PART void within_block(const Plan *p, Within *s, Sides *x, int64_t first) {
+    mask open = read_sides(p, s, x, first), kept = open & ~open, solved = kept;
+    lanes iterations = all(0.0), level = all(INFINITY);
+    if (s->begun) {
+        kept = begin(p, s, x, first, &open);
+        memcpy(x->first_u, x->u, p->outputs * sizeof *x->u);
+        memcpy(x->first_z, x->z, p->outputs * sizeof *x->z);
+    } else {
+        memset(x->nu, 0, p->rows * sizeof *x->nu);
+        if (s->start) read_start(p, s, x, first);
+    }
+    open &= ~asks_for_end(p, s, x);
+    if (any(open)) {
+        evaluate_sides(p, s, x);
+        solved = iterate(p, s, x, open, &iterations, &level);
+        mask rough = solved & (level > 4.0 * EPS);
+        if (any(rough)) refine(p, s, x, rough);
+        if (any(solved)) tidy(p, s, x, solved, level);
+        solved &= keeps(p, x, s->cap, 0) & are_finite(p, s, x);
+    }
+    if (any(kept)) {
+        for (int64_t k = 0; k < p->outputs; k++) {
+            x->u[k] = choose(kept, x->first_u[k], x->u[k]);
+            x->z[k] = choose(kept, x->first_z[k], x->z[k]);
+        }
+        apply_all(p, x->z, 1, x->r);
+    }
+    write_answers(p, s, x, first, solved, kept, iterations);
+}
+
+#endif
