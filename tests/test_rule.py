@@ -279,17 +279,20 @@ def test_their_distance_is_told():
 
 @pytest.mark.parametrize("scale", [1e160, 1e-200, 1e-300])
 @pytest.mark.parametrize("redundant", [False, True])
-@pytest.mark.parametrize("alone", [False, True])
-def test_rows_of_any_size(scale, redundant, alone):
-    A = torch.randn(4, 3, 7) if alone else torch.randn(3, 7)
+@pytest.mark.parametrize("kind", ["shared", "per sample", "sparse"])
+def test_rows_of_any_size(scale, redundant, kind):
+    A = torch.randn(4, 3, 7) if kind == "per sample" else torch.randn(3, 7)
     if redundant:
         A = torch.cat([A, A.sum(-2, keepdim=True)], -2)
     v = torch.randn(4, 7, requires_grad=True)
     b = (A @ torch.sigmoid(torch.randn(4, 7, 1))).squeeze(-1)
-    expected = project(v, A, b, activation="sigmoid")
-    found = project(v, scale * A, scale * b, activation="sigmoid")
+    held = torch.Tensor.to_sparse if kind == "sparse" else torch.Tensor.clone
+    expected = project(v, held(A), b, activation="sigmoid")
+    found = project(v, held(scale * A), scale * b, activation="sigmoid")
     assert_close(found.z, expected.z, rtol=0, atol=1e-11)
-    assert_close(found.multipliers * scale, expected.multipliers, rtol=0, atol=1e-9)
+    assert_close(found.u, expected.u, rtol=0, atol=1e-9)
+    if not (redundant and kind == "sparse"):  # of a sparse A they are not made the smallest
+        assert_close(found.multipliers * scale, expected.multipliers, rtol=0, atol=1e-9)
     weights = torch.randn(4, 7)
     gradients = [torch.autograd.grad((x.z * weights).sum(), v)[0] for x in (found, expected)]
     assert_close(*gradients, rtol=0, atol=1e-9)

@@ -12,7 +12,7 @@ from torch import Tensor
 from taut.accept import Numbers, as_floating, check_matrix
 from taut.activations import Activation, resolve
 from taut.activations.codes import is_line, width
-from taut.analysis import Basis, analyse, unexamined
+from taut.analysis import Basis, Scaled, analyse, glance, unexamined
 from taut.analysis.sifting import sift
 from taut.backends import Backend, Torch, backend_for, backend_within, pull_stably
 from taut.held import Reach, reach
@@ -82,7 +82,8 @@ class Prepared:
     def sifted(self) -> Basis:
         """The basis for derivatives: a sparse A is looked at when the first are asked for."""
         if self.map.sparse and not self.map.iterative:
-            return sift(self.basis.map)
+            found, scale = sift(self.basis.map), self.basis.scale
+            return found if scale is None else Scaled(found, scale)
         return self.basis
 
     def repeated(self, times: int) -> "Prepared":
@@ -279,5 +280,5 @@ def _basis(A: LinearMap, warn: bool = True) -> Basis:
     data = A.data.detach()
     number = data.where(data.isfinite(), 0).to(wide(data))
     if A.sparse:
-        return unexamined(A.over(number))
+        return glance(A.over(number))
     return analyse(number, torch.finfo(data.dtype).eps, warn)

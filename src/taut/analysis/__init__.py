@@ -1,8 +1,9 @@
 """Which equations are independent, how well they pin z down, and in what basis to work."""
 
-from taut.analysis.basis import Basis as Basis
+from taut.analysis.basis import Basis as Basis, Scaled as Scaled
 from taut.analysis.examine import (
     ConditionWarning as ConditionWarning,
     analyse as analyse,
+    glance as glance,
     unexamined as unexamined,
 )

@@ -289,8 +289,7 @@ class Scaled(Basis):
         return self.of.restricted_size(self.scale * size)
 
     def enter(self, A: LinearMap, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        scaled = A.over(self.scale.unsqueeze(-1) * A.data)
-        return self.of.enter(scaled, multipliers / self.scale)
+        return self.of.enter(A.scaled(self.scale), multipliers / self.scale)
 
     def leave(self, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         return self.scale * self.of.leave(multipliers)

@@ -34,6 +34,12 @@ def unexamined(A: LinearMap) -> Plain:
     return Plain(A, A.data.new_full(shape, torch.nan))
 
 
+def glance(A: LinearMap) -> Basis:
+    """The equations of a sparse A, of whose rows only the size is looked at."""
+    scale = _scale(A.largest())
+    return unexamined(A) if scale is None else Scaled(unexamined(A.scaled(scale)), scale)
+
+
 def analyse(A: Float[Tensor, "*n I K"], precision: float, warn: bool = True) -> Basis:
     """Look at a dense A, (I, K) or (N, I, K), which must be finite.
 
@@ -44,15 +50,22 @@ def analyse(A: Float[Tensor, "*n I K"], precision: float, warn: bool = True) -> 
     >>> type(analyse(torch.tensor([[1.0, 0.0], [2.0, 0.0]], dtype=torch.float64), 1e-16)).__name__
     'Reduced'
     """
-    exponent = torch.frexp(A.abs().amax(-1) if A.shape[-1] else A.sum(-1)).exponent
-    if not bool((exponent.abs() > _SQUARED).any()):
+    scale = _scale(A.abs().amax(-1) if A.shape[-1] else A.sum(-1))
+    if scale is None:
         return _analyse(A, precision, warn)
+    return Scaled(_analyse(scale.unsqueeze(-1) * A, precision, warn), scale)
+
+
+def _scale(largest: Float[Tensor, "*n I"]) -> Float[Tensor, "*n I"] | None:
+    """Powers of 2 that bring rows with these entries to a size near 1; None where they have it."""
+    exponent = torch.frexp(largest).exponent
+    if not bool((exponent.abs() > _SQUARED).any()):
+        return None
     # One scale for all rows where they allow it: the smallest multipliers are then the smallest.
     top = exponent.amax(-1, keepdim=True)
-    alike = (((top - exponent) <= _SQUARED) | (A == 0).all(-1)).all(-1, keepdim=True)
+    alike = (((top - exponent) <= _SQUARED) | (largest == 0)).all(-1, keepdim=True)
     exponent = torch.where(alike, top, exponent)
-    scale = torch.ldexp(torch.ones_like(A[..., 0]), -exponent.clamp(-1000, 1000))
-    return Scaled(_analyse(scale.unsqueeze(-1) * A, precision, warn), scale)
+    return torch.ldexp(torch.ones_like(largest), -exponent.clamp(-1000, 1000))
 
 
 def _analyse(A: Float[Tensor, "*n I K"], precision: float, warn: bool) -> Basis:

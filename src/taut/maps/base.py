@@ -35,6 +35,10 @@ class LinearMap(ABC):
     def over(self, data: Tensor) -> "LinearMap":
         """The same map with other numbers."""
 
+    def scaled(self, scale: Float[Tensor, "*n I"]) -> "LinearMap":
+        """diag(scale) A."""
+        return self.over(scale.unsqueeze(-1) * self.data)
+
     def dense(self) -> Float[Tensor, "*n I K"]:
         """The matrix itself."""
         return self.data

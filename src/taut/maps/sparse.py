@@ -140,6 +140,9 @@ class SparseMap(LinearMap):
     def over(self, data: Float[Tensor, "nnz"]) -> "SparseMap":
         return SparseMap(data, self.pattern)
 
+    def scaled(self, scale: Float[Tensor, "I"]) -> "SparseMap":
+        return self.over(scale[self.pattern.rows] * self.data)
+
     def dense(self) -> Float[Tensor, "I K"]:
         return self.adjoint(torch.eye(self.shape[0], dtype=self.data.dtype).to(self.data.device))
 

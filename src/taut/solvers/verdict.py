@@ -163,8 +163,11 @@ def _contradictory(task: Task) -> Bool[Tensor, "n"]:
 
 def _contradicts(task: Task, state: State) -> Tensor:
     """Is the residual r orthogonal to the range of A? Then rᵀ(A z − b) = −rᵀb for every z."""
-    image = task.A.adjoint(state.residual).abs()
-    size = task.A.abs().adjoint(state.residual.abs())
+    # Its direction counts: of size 1, its products with small rows do not underflow.
+    largest = state.residual.abs().amax(-1, keepdim=True)
+    r = torch.ldexp(state.residual, -torch.frexp(largest).exponent)
+    image = task.A.adjoint(r).abs()
+    size = task.A.abs().adjoint(r.abs())
     return (image <= 1e-8 * size).all(-1)
 
 

@@ -134,7 +134,7 @@ class _Pull(torch.autograd.Function):
             left_out = ~mask if left_out is None else ~mask | left_out
         g_ν, scale = basis.inward(g_ν), basis.scale
         if scale is not None:  # rows of a size near 1: no square overflows
-            A, g_ν = A.over(scale.unsqueeze(-1) * data), scale * g_ν
+            A, g_ν = A.scaled(scale), scale * g_ν
         x, s, t = _solve(A, w, Given(g_z, g_u, g_ν), left_out, whole, known)
         s = s.nan_to_num(0.0, 0.0, 0.0)
         return x, basis.outward(s if scale is None else scale * s), t
