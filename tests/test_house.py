@@ -26,6 +26,7 @@ STOREYS = [
     "held",
     "problems",
     "certificate",
+    "remarks",
     "backends",
     "prepare",
     "pose",

@@ -19,6 +19,7 @@ from taut.autograd import (
 from taut.outcome import Outcome, failure
 from taut.prepare import Unprepared
 from taut.problems import Problem
+from taut.remarks import remarks
 from taut.solvers import Solver
 
 
@@ -132,7 +133,9 @@ class Solve(Function):
         with torch.no_grad():
             outcome = solver.solve(problem)
         if fail and outcome.failed:
-            raise failure(outcome.status, outcome.residual, problem.remark, problem.statement)
+            raise failure(
+                outcome.status, outcome.residual, remarks(problem, outcome), problem.statement
+            )
         found = outcome.z, outcome.multipliers, outcome.u
         return *found, outcome.residual, outcome.iterations, outcome.status
 

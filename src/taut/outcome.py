@@ -188,8 +188,11 @@ def explain(
         what = "|A z − b|" if statement == "A z = b" else "violation"
         size = f"largest {what} {residual[here].max().item():.1e}"
         message = verdict.message.replace("A z = b", statement)
+        if statement != "A z = b":
+            message = message.replace("Check b", "Check b and the sides")
         more = remark(verdict, int(here.reshape(-1).nonzero()[0]))
-        more = more.replace("{sample}", places(here, 1).removesuffix(", …") or "it")
+        first = places(here, 1).removesuffix(", …")
+        more = more.replace("In sample {sample}", f"In sample {first}" if first else "Here")
         lines.append(f"{count} {verdict.name}{at}, {size}: {message}.{more}")
     return "\n".join(lines)
 

@@ -14,6 +14,7 @@ from taut.maps import as_map
 from taut.outcome import failure
 from taut.pose import Given, check_range, fitted, fitted_sides, pose, pose_sides
 from taut.prepare import Prepared, Unprepared, examined, examined_with, stacked
+from taut.remarks import remarks
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
 
@@ -154,7 +155,9 @@ def projected_within(
     outcome = solve(problem, solver, on_failure == "raise")
     solution = Solution(problem, outcome, batch)
     if on_failure == "raise" and outcome.failed > 0:
-        raise failure(solution.status, solution.residual, problem.remark, problem.statement)
+        raise failure(
+            solution.status, solution.residual, remarks(problem, outcome), problem.statement
+        )
     return solution
 
 
@@ -184,7 +187,7 @@ def projected(
     outcome = solve(problem, solver, on_failure == "raise")
     solution = Solution(problem, outcome, batch)
     if on_failure == "raise" and outcome.failed > 0:
-        raise failure(solution.status, solution.residual, problem.remark)
+        raise failure(solution.status, solution.residual, remarks(problem, outcome))
     return solution
 
 

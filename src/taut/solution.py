@@ -10,6 +10,7 @@ from torch import Tensor
 from taut.certificate import reach_of_proof
 from taut.outcome import Outcome, Status, explain, tally
 from taut.problems import Problem
+from taut.remarks import remarks
 
 _VERSION = attrgetter("_version")
 
@@ -116,8 +117,8 @@ class Solution:
         >>> print(solution.report()[:50])
         1 of 2 samples could not be projected on A z = b.
         """
-        remark, statement = self._problem.remark, self._problem.statement
-        return explain(self.status, self.residual, remark, statement)
+        remark = remarks(self._problem, self._outcome)
+        return explain(self.status, self.residual, remark, self._problem.statement)
 
     def __reduce__(self) -> tuple:
         return Solution, (self._problem, self._outcome, self.status.shape)

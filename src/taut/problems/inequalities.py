@@ -50,30 +50,12 @@ class Inequalities(Problem):
     def named(self) -> Mapping[str, Tensor]:
         if not self.bounds:
             names = ("v", "A and G", "b and lower", "b and upper")
-            values = (self.v, self.data, _numbers(self.lower), _numbers(self.upper))
+            values = (self.v, self.data, _lower(self.lower), _upper(self.upper))
         else:
             names = ("v", "A", "b", "b, as an upper side", "lower", "upper")
             values = (self.v, self.data, self.lower, torch.zeros_like(self.upper))
-            values += tuple(map(_numbers, self.bounds))
+            values += (_lower(self.bounds[0]), _upper(self.bounds[1]))
         return dict(zip(names, values, strict=True))
-
-    def remark(self, verdict: Status, sample: int) -> str:
-        if verdict is not Status.INFEASIBLE:
-            return super().remark(verdict, sample)
-        pairs = [
-            ("row", self.lower[sample, self.equations :], self.upper[sample, self.equations :])
-        ]
-        if self.bounds:
-            pairs = [("output", self.bounds[0][sample], self.bounds[1][sample])]
-        for what, lower, upper in pairs:
-            crossed = (lower > upper).nonzero().squeeze(-1)
-            if len(crossed):
-                i = int(crossed[0])
-                return (
-                    f" Sample {sample}: the lower side of {what} {i}, {lower[i].item():.6g}, is "
-                    f"above its upper one, {upper[i].item():.6g}."
-                )
-        return ""
 
     @property
     def C(self) -> LinearMap:
@@ -298,6 +280,11 @@ class Inequalities(Problem):
         return self.C, self.lower, self.upper, least, most
 
 
-def _numbers(side: Tensor) -> Tensor:
-    """A side without its infinities, which say that there is none."""
-    return torch.where(side.isinf(), 0, side)
+def _lower(side: Tensor) -> Tensor:
+    """A lower side without −inf, which says that there is none."""
+    return torch.where(side == -torch.inf, 0, side)
+
+
+def _upper(side: Tensor) -> Tensor:
+    """An upper side without inf."""
+    return torch.where(side == torch.inf, 0, side)

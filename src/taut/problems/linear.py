@@ -14,7 +14,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from taut.autograd import is_transformed, lead
-from taut.held import reach
 from taut.maps import BatchedMap, LinearMap
 from taut.outcome import Status
 from taut.problems.base import Problem
@@ -42,29 +41,6 @@ class Linear(Problem):
     @property
     def named(self) -> Mapping[str, Tensor]:
         return {"v": self.v, "A": self.data, "b": self.b}
-
-    def remark(self, verdict: Status, sample: int) -> str:
-        if verdict is not Status.INFEASIBLE:
-            return super().remark(verdict, sample)
-        v, b, activation = self.v[sample], self.b[sample], self.prepared.activation
-        lower, upper = (x.expand_as(v) for x in activation.range.bounds(v))
-        # An infinite v holds its output at the end that it points to.
-        low, high = v.isneginf() & lower.isfinite(), v.isposinf() & upper.isfinite()
-        lower, upper = torch.where(high, upper, lower), torch.where(low, lower, upper)
-        A = self.A.take(torch.tensor([sample], device=v.device))
-        least, most = (
-            x + 0.0 for x in reach(A, lower.unsqueeze(0), upper.unsqueeze(0))[:2]
-        )  # no −0
-        held = ", ".join(map(str, (low | high).nonzero().squeeze(-1).tolist()))
-        told = f" It is held at an end of the range in outputs {held}." if held else ""
-        alone, here = ((b < least[0]) | (b > most[0])).nonzero(), " In sample {sample}"
-        if len(alone) == 0:
-            return f"{here} no equation alone rules a solution out; together they do.{told}"
-        i = int(alone[0])
-        return (
-            f"{here} equation {i} asks for {b[i].item():.6g}; with {activation.name!r} it can be "
-            f"between {least[0, i].item():.6g} and {most[0, i].item():.6g} only.{told}"
-        )
 
     @property
     def A(self) -> LinearMap:

@@ -1,0 +1,282 @@
+"""What is said of samples that fail, beside their verdict: which rows clash, and what they ask."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from taut.certificate import rays
+from taut.held import reach
+from taut.maps import DenseMap, LinearMap
+from taut.outcome import Outcome, Remark, Status
+from taut.problems import Inequalities, Linear, Problem
+
+_FEW = 4  # rows that are named
+_CLEAR = 1e-9  # of what is asked and what is left: so much they must differ to be told
+_ROOM = 2**22  # entries of an A that is taken apart to find equations that contradict
+_WIDE = 1000  # outputs up to which what is left is worked out to the last
+_FAINT = 1e-9  # of the largest part of a proof: not worth a word
+
+
+def remarks(problem: Problem, outcome: Outcome) -> Remark:
+    """What can be said of the verdict on a sample: a sentence, or nothing."""
+
+    def remark(verdict: Status, sample: int) -> str:
+        if not isinstance(problem, Linear | Inequalities):
+            return problem.remark(verdict, sample)
+        if verdict not in (Status.INFEASIBLE, Status.INCONSISTENT):
+            return problem.remark(verdict, sample)
+        with torch.no_grad():
+            one = problem.take(torch.tensor([sample], device=problem.v.device))
+            rows, ν = _Rows.of(one), outcome.multipliers[sample].detach().double()
+            if verdict is Status.INCONSISTENT:
+                return _contradiction(rows)
+            return _clash(rows, ν) + _held(one)
+
+    return remark
+
+
+@final
+class _Rows(NamedTuple):
+    """One sample: what is asked of each row and each output, and by whom."""
+
+    C: LinearMap
+    lower: Float[Tensor, "M"]
+    upper: Float[Tensor, "M"]
+    least: Float[Tensor, "K"]  # of z: range, bounds, and ends that v holds it at
+    most: Float[Tensor, "K"]
+    floor: Float[Tensor, "K"]  # the range alone
+    ceiling: Float[Tensor, "K"]
+    equations: int
+    activation: str
+
+    @staticmethod
+    def of(problem: Linear | Inequalities) -> "_Rows":
+        C, *sides = problem.sides
+        lower, upper, least, most = (x.detach().double().squeeze(0) for x in sides)
+        data = C.data.detach().double()
+        C = DenseMap(data[0]) if not C.shared else C.over(data)
+        v, activation = problem.v[0].detach().double(), problem.prepared.activation
+        floor, ceiling = (x.expand_as(v) for x in activation.range.bounds(v))
+        # An infinite v holds its output at the end that it points to.
+        least = torch.where(v == torch.inf, torch.maximum(least, ceiling), least)
+        most = torch.where(v == -torch.inf, torch.minimum(most, floor), most)
+        count = problem.equations if isinstance(problem, Inequalities) else C.shape[0]
+        return _Rows(C, lower, upper, least, most, floor, ceiling, count, activation.name)
+
+    def only(self, index: Tensor) -> "_Rows":
+        """Some of the rows, dense."""
+        chosen = torch.zeros(len(index), self.C.shape[0], dtype=torch.float64, device=index.device)
+        chosen[torch.arange(len(index)), index] = 1
+        C = DenseMap(self.C.adjoint(chosen))
+        return self._replace(C=C, lower=self.lower[index], upper=self.upper[index])
+
+    def names(self, index: Sequence[int]) -> list[str]:
+        """Equations and rows of G, as users count them."""
+        own = sorted(i for i in index if i < self.equations)
+        others = sorted(i - self.equations for i in index if i >= self.equations)
+        named = [_counted("equation", own)] if own else []
+        return named + ([f"{_counted('row', others)} of G"] if others else [])
+
+
+def _counted(what: str, index: Sequence[int]) -> str:
+    return f"{what}{'s' if len(index) > 1 else ''} {_joined([str(i) for i in index])}"
+
+
+def _joined(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _held(problem: Linear | Inequalities) -> str:
+    v, (lower, upper) = problem.v[0], problem.prepared.activation.range.bounds(problem.v[0])
+    which = (v.isneginf() & lower.isfinite()) | (v.isposinf() & upper.isfinite())
+    outputs = ", ".join(map(str, which.nonzero().squeeze(-1).tolist()))
+    return f" It is held at an end of the range in outputs {outputs}." if outputs else ""
+
+
+def _clash(rows: _Rows, ν: Tensor) -> str:
+    """Which rows and bounds leave no room, where few do."""
+    here = " In sample {sample}"
+    crossed = (rows.lower > rows.upper).nonzero().squeeze(-1).tolist()
+    if crossed:
+        i = crossed[0]
+        (name,) = rows.names([i])
+        low, high = _numbers(rows.lower[i], rows.upper[i])
+        return f"{here} the lower side of {name}, {low}, is above its upper one, {high}."
+    empty = (rows.least > rows.most).nonzero().squeeze(-1).tolist()
+    if empty:
+        low, high = _numbers(rows.least[empty[0]], rows.most[empty[0]])
+        return f"{here} output {empty[0]} would have to be at least {low} and at most {high}."
+    least, most = (x.squeeze(0) for x in _reached(rows))
+    alone = ((rows.upper < least) | (rows.lower > most)).nonzero().squeeze(-1).tolist()
+    if alone:
+        i = alone[0]
+        (name,), possible = rows.names([i]), _possible(least[i], most[i])
+        where = "between its bounds" if _bounded(rows) else f"with {rows.activation!r}"
+        asked = _asked(rows, i, 1 if rows.lower[i] > most[i] else -1)
+        return f"{here} {name} {asked}; {where} it can be {possible}."
+    found = _few(rows, ν)
+    if found is None:
+        what = "equation" if rows.equations == rows.C.shape[0] else "row"
+        return f"{here} no {what} alone rules a solution out; together they do."
+    return here + _told(rows, *found)
+
+
+def _reached(rows: _Rows) -> tuple[Tensor, Tensor]:
+    found = reach(rows.C, rows.least.unsqueeze(0), rows.most.unsqueeze(0))
+    return found.least + 0.0, found.most + 0.0  # no −0
+
+
+def _bounded(rows: _Rows) -> bool:
+    return bool(((rows.least > rows.floor) | (rows.most < rows.ceiling)).any())
+
+
+def _asked(rows: _Rows, i: int, sign: int) -> str:
+    if rows.lower[i] == rows.upper[i]:
+        return f"asks for {rows.lower[i].item():.6g}"
+    if sign > 0:
+        return f"asks for at least {rows.lower[i].item():.6g}"
+    return f"asks for at most {rows.upper[i].item():.6g}"
+
+
+def _few(rows: _Rows, ν: Tensor) -> tuple[list[int], Tensor] | None:
+    """At most `_FEW` rows that have no solution by themselves, with their multipliers."""
+    weight = ν.nan_to_num(0.0, 0.0, 0.0).abs() * rows.C.largest()
+    order = weight.argsort(descending=True)[: int((weight > 0).sum())][:_FEW]
+    proof = _proof(rows, order, ν) if len(order) else None
+    if proof is None:
+        return None
+    kept = order.tolist()
+    for i in order.flip(0).tolist():  # the faintest may not be needed
+        fewer = [j for j in kept if j != i]
+        again = _proof(rows, torch.tensor(fewer, device=ν.device), ν) if fewer else None
+        kept, proof = (fewer, again) if again is not None else (kept, proof)
+    return kept, proof
+
+
+def _proof(rows: _Rows, index: Tensor, ν: Tensor) -> Tensor | None:
+    """Multipliers with which these rows alone have no solution, like ν in their signs."""
+    part = rows.only(index)
+    for ray in rays(ν[index].unsqueeze(0), part.C, part.least.unsqueeze(0), part.most.unsqueeze(0)):
+        place = int(ray[0].abs().argmax())
+        if not bool(ray[0, place] != 0):
+            continue
+        found = _tightest(part, ray[0] / ray[0, place].abs(), place)
+        asked = found[place] * (part.lower if found[place] > 0 else part.upper)[place]
+        left = _left(part, found.unsqueeze(0), place)[0]
+        if bool(asked - left > _CLEAR * (asked.abs() + left.abs())):
+            return found
+    return None
+
+
+def _told(rows: _Rows, index: list[int], ν: Tensor) -> str:
+    """One of the rows, and what the others leave it."""
+    part = rows.only(torch.tensor(index, device=ν.device))
+    size = (ν.abs() / ν.abs().amax()).tolist()
+    order = [(i >= rows.equations, round(x, 6), i) for i, x in zip(index, size, strict=True)]
+    place = order.index(max(order))
+    positive = ν[place].item() > 0
+    ν = _tightest(part, ν / ν[place].abs(), place)
+    y, visible = _pull(part, ν)
+    others = rows.names([i for j, i in enumerate(index) if j != place and ν[j] != 0])
+    others += _ends(rows, visible, y > 0)
+    (name,) = rows.names([index[place]])
+    asked = _asked(rows, index[place], 1 if positive else -1)
+    several = len(others) > 1 or " and " in others[0]
+    leave = f"leave{'' if several else 's'} at {'most' if positive else 'least'}"
+    if not bool(visible.any()) and bool((part.lower == part.upper).all()):
+        leave = f"make{'' if several else 's'} it"
+    left = (_left(part, ν.unsqueeze(0), place) * (1 if positive else -1)).item()
+    return f" {name} {asked}; {_joined(others)} {leave} {left + 0.0:.6g}."
+
+
+def _pull(part: _Rows, ν: Tensor) -> tuple[Tensor, Tensor]:
+    """y = Cᵀν, and where it is more than rounding."""
+    y = part.C.adjoint(ν)
+    return y, y.abs() > _FAINT * part.C.abs().adjoint(ν.abs()).amax(-1, keepdim=True)
+
+
+def _left(part: _Rows, ν: Float[Tensor, "n m"], place: int) -> Float[Tensor, "n"]:
+    """What the others leave to the row at `place`, whose ν is ±1, by each of these proofs.
+
+    With y = Cᵀν, ν_i (C z)_i = yᵀz − Σ_j ν_j (C z)_j is at most Σ sup{y_k z_k} − Σ_j ν_j side_j.
+    """
+    y, visible = _pull(part, ν)
+    end = torch.where(y > 0, part.most, part.least)
+    most = torch.where(visible, y * end, 0).sum(-1)
+    side = torch.where(ν > 0, part.lower, torch.where(ν < 0, part.upper, 0)) * ν
+    side[:, place] = 0
+    return most - side.sum(-1)
+
+
+def _tightest(part: _Rows, ν: Tensor, place: int) -> Tensor:
+    """The least that the others leave, as far as changing one multiplier at a time finds it.
+
+    It is a convex function of them with kinks where an entry of y is 0.
+    """
+    if part.C.shape[1] > _WIDE:
+        return ν
+    for _ in range(3):
+        for j in range(len(ν)):
+            if j == place:
+                continue
+            rest, own = part.C.adjoint(ν) - ν[j] * part.C.data[j], part.C.data[j]
+            kinks = (-rest / own)[own != 0]
+            equal = part.lower[j] == part.upper[j]
+            kinks = kinks[equal | (kinks * ν[j] >= 0)]
+            trial = ν.expand(len(kinks) + 1, -1).clone()
+            trial[1:, j] = kinks
+            left = _left(part, trial, place).nan_to_num(torch.inf)
+            ν = trial[int(left.argmin())]
+    return ν
+
+
+def _ends(rows: _Rows, visible: Tensor, up: Tensor) -> list[str]:
+    """The bounds of outputs, and the range, that a proof stands on."""
+    words, bound = [], torch.zeros_like(visible)
+    for what, which in (
+        ("upper bound", visible & up & (rows.most < rows.ceiling)),
+        ("lower bound", visible & ~up & (rows.least > rows.floor)),
+    ):
+        bound = bound | which
+        outputs = which.nonzero().squeeze(-1).tolist()
+        if 0 < len(outputs) <= _FEW:
+            more = "s" if len(outputs) > 1 else ""
+            words.append(f"the {what}{more} of {_counted('output', outputs)}")
+        elif outputs:
+            words.append(f"the {what}s of {len(outputs)} outputs")
+    return words + ([f"the range of {rows.activation!r}"] if bool((visible & ~bound).any()) else [])
+
+
+def _contradiction(rows: _Rows) -> str:
+    """Equations that imply one another and ask for different things."""
+    if rows.C.shape[0] * rows.C.shape[1] > _ROOM:
+        return ""
+    C, b = rows.C.dense(), rows.lower
+    norm = C.norm(dim=-1)
+    empty = ((norm == 0) & (b != 0)).nonzero().squeeze(-1).tolist()
+    if empty:
+        asked = _asked(rows, empty[0], 1)
+        return f" In sample {{sample}} equation {empty[0]} {asked}; it has zeros only."
+    norm = norm.where(norm > 0, 1)
+    left, values, _ = torch.linalg.svd(C / norm.unsqueeze(-1), full_matrices=False)
+    left = left[:, values > 1e-10 * values[:1]]
+    goal = b / norm
+    beyond = (goal - left @ (left.mT @ goal)) / norm
+    endless = torch.full_like(rows.least, torch.inf)
+    free = rows._replace(least=-endless, most=endless, floor=-endless, ceiling=endless)
+    found = _few(free, beyond)
+    return "" if found is None else " In sample {sample}" + _told(free, *found)
+
+
+def _possible(least: Tensor, most: Tensor) -> str:
+    low, high = _numbers(least, most)
+    if not bool(least.isfinite()):
+        return f"at most {high}"
+    return f"between {low} and {high} only" if bool(most.isfinite()) else f"at least {low}"
+
+
+def _numbers(low: Tensor, high: Tensor) -> tuple[str, str]:
+    return f"{low.item():.6g}", f"{high.item():.6g}"

@@ -1,0 +1,170 @@
+"""Of samples without a solution: which rows clash, what they ask for, and that it is true."""
+
+import re
+
+import pytest
+import torch
+from scipy.optimize import linprog
+
+import taut
+from tables import apply, generator
+from taut import project
+
+# many solves: the shapes are checked elsewhere
+pytestmark = pytest.mark.usefixtures("as_user")
+
+SUM, HALVES = [[1.0, 1.0, 1.0]], [[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
+CHAIN = [[1.0, 0.0, 0.0], [-1.0, 1.0, 0.0], [0.0, -1.0, 1.0], [0.0, 0.0, 1.0]]
+INF = torch.inf
+#: What is asked, and what is said of it.
+CLASHES = {
+    "a row and an equation": (
+        dict(A=SUM, b=[1.5], G=[[1.0, 1.0, 0.0]], lower=2.0, activation="exp"),
+        "row 0 of G asks for at least 2; equation 0 and the range of 'exp' leave at most 1.5.",
+    ),
+    "an upper side": (
+        dict(A=SUM, b=[1.5], G=[[1.0, 1.0, 1.0]], upper=1.0),
+        "row 0 of G asks for at most 1; equation 0 leaves at least 1.5.",
+    ),
+    "rows in a chain": (
+        dict(G=CHAIN, lower=[1.0, 1.0, 1.0, -INF], upper=[INF, INF, INF, 2.5]),
+        "row 3 of G asks for at most 2.5; rows 0, 1 and 2 of G leave at least 3.",
+    ),
+    "a row alone": (
+        dict(G=SUM, lower=4.0, activation="sigmoid"),
+        "row 0 of G asks for at least 4; with 'sigmoid' it can be between 0 and 3 only.",
+    ),
+    "an equation and bounds": (
+        dict(A=SUM, b=[3.0], upper=0.5),
+        "equation 0 asks for 3; between its bounds it can be at most 1.5.",
+    ),
+    "equations and a bound": (
+        dict(A=HALVES, b=[1.0, 3.0], lower=[0.0, -INF, -INF], upper=[INF, INF, 1.0]),
+        "equation 1 asks for 3; equation 0, the upper bound of output 2 and the lower bound of "
+        "output 0 leave at most 2.",
+    ),
+    "equations": (
+        dict(A=HALVES, b=[0.1, 1.8], activation="sigmoid"),
+        "equation 1 asks for 1.8; equation 0 and the range of 'sigmoid' leave at most 1.1.",
+    ),
+    "crossed sides": (
+        dict(G=SUM, lower=2.0, upper=1.0),
+        "the lower side of row 0 of G, 2, is above its upper one, 1.",
+    ),
+    "crossed bounds": (
+        dict(lower=2.0, upper=[3.0, 1.0, 3.0]),
+        "output 1 would have to be at least 2 and at most 1.",
+    ),
+    "a bound beyond the range": (
+        dict(lower=2.0, activation="sigmoid"),
+        "output 0 would have to be at least 2 and at most 1.",
+    ),
+    "contradictory equations": (
+        dict(A=[*HALVES, [1.0, 2.0, 1.0]], b=[0.1, 1.8, 5.0]),
+        "equation 2 asks for 5; equations 0 and 1 make it 1.9.",
+    ),
+    "an equation without outputs": (
+        dict(A=[[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]], b=[1.0, 2.0]),
+        "equation 1 asks for 2; it has zeros only.",
+    ),
+}
+
+
+@pytest.mark.parametrize("given, said", CLASHES.values(), ids=CLASHES.keys())
+def test_it_is_said_what_clashes(given, said):
+    with pytest.raises(taut.SolveError) as info:
+        project(torch.zeros(3), **given)
+    assert "Here " in str(info.value)
+    assert said in str(info.value)
+    many = project(torch.zeros(2, 3, 3), **given, on_failure="return").report()
+    assert "In sample (0, 0) " in many
+    assert said in many
+
+
+def test_what_is_said_is_of_the_sample_named():
+    """Another sample of the batch, with rows of its own, is not confused with it."""
+    v, G = torch.zeros(2, 3), torch.tensor([SUM, [[1.0, 0.0, 0.0]]])
+    found = project(v, G=G, lower=torch.tensor([[1.0], [2.0]]), upper=1.0, on_failure="return")
+    assert "In sample 1 the lower side of row 0 of G, 2, is above" in found.report()
+    found = project(v, G=G, lower=1.5, activation="sigmoid", on_failure="return")
+    assert (
+        "In sample 1 row 0 of G asks for at least 1.5; with 'sigmoid' it can be" in found.report()
+    )
+
+
+def test_held_outputs_are_named():
+    v = torch.tensor([[0.0, 0.0, 0.0], [0.0, -INF, 0.0]])
+    found = project(v, lower=0.1, activation="exp", on_failure="return")
+    assert found.status.tolist() == [0, 2]
+    said = "In sample 1 output 1 would have to be at least 0.1 and at most 0. It is held at an end"
+    assert said in found.report()
+
+
+def test_sides_that_ask_for_infinity_are_named():
+    v = torch.zeros(2, 3)
+    found = project(v, lower=torch.tensor([0.0, INF, 0.0]), on_failure="return")
+    assert "Not finite: 2 of the 6 entries of lower" in found.report()
+    found = project(v, G=torch.eye(3), upper=-INF, on_failure="return")
+    assert "Not finite: 6 of the 6 entries of b and upper" in found.report()
+
+
+def least_or_most(activation, matrices, sides, names, row, sign):
+    """sign·max{sign·row z} over what the sentence names."""
+    end = tuple(x.item() if x.isfinite() else None for x in activation.range.bounds(row))
+    ends = [end if "the range" in names else (None, None)] * len(row)
+    rows, limits, equal, goal = [], [], [], []
+    A, b = matrices["A"], sides["b"]
+    for i in numbers(re.search(r"equations? ([\d, and]+)", names)):
+        equal.append(A[i].tolist())
+        goal.append(b[i].item())
+    for i in numbers(re.search(r"rows? ([\d, and]+) of G", names)):
+        for side, turn in ((sides["upper"][i], 1), (sides["lower"][i], -1)):
+            if side.isfinite():
+                rows.append((turn * matrices["G"][i]).tolist())
+                limits.append(turn * side.item())
+    found = linprog(
+        (-sign * row).tolist(),
+        rows or None,
+        limits or None,
+        equal or None,
+        goal or None,
+        ends,
+        method="highs",
+    )
+    assert found.status == 0, names
+    return -sign * found.fun
+
+
+def numbers(match):
+    return [] if match is None else [int(x) for x in re.findall(r"\d+", match.group(1))]
+
+
+@pytest.mark.parametrize("name", ["linear", "exp", "sigmoid", "tanh"])
+def test_what_is_said_is_true(name):
+    """What the others leave is no more than a linear program finds, and less than is asked."""
+    source, activation = generator(50), taut.activations.resolve(name)
+    told = 0
+    for _ in range(30):
+        G, A = torch.randn(6, 3, generator=source), torch.randn(1, 3, generator=source)
+        y = activation.sigma(torch.randn(3, generator=source))
+        lower = apply(G, y) + 2 * y.std() * torch.randn(6, generator=source)
+        upper = (lower + 0.2).where(torch.arange(6) < 3, INF)
+        sides = {"b": apply(A, y), "lower": lower, "upper": upper}
+        found = project(
+            torch.zeros(3), A, **sides, G=G, activation=name, on_failure="return"
+        ).report()
+        match = re.search(
+            r"Here (row|equation) (\d+)(?: of G)? asks for (?:at \w+ )?(\S+); (.*) leaves? "
+            r"at (most|least) (\S+)\.$",
+            found,
+        )
+        if match is None:
+            continue
+        told += 1
+        what, i, asked, names, limit, left = match.groups()
+        sign = 1 if limit == "most" else -1
+        row = (G if what == "row" else A)[int(i)]
+        true = least_or_most(activation, {"A": A, "G": G}, sides, names, row, sign)
+        assert sign * float(left) < sign * float(asked)
+        assert sign * (true - float(left)) <= 1e-5 * (1 + abs(true))
+    assert told > 5
