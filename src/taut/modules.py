@@ -26,6 +26,7 @@ from taut.projection import (
 )
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
+from taut.training import loss_at_once
 
 
 @final
@@ -170,6 +171,14 @@ class Projection(nn.Module):
                 if index is None
                 else "index says which samples of a memory these are: pass memory as well."
             )
+        own = self._buffers
+        free = own.get("G", own) is own.get("lower", own) is own.get("upper", own) is None
+        if free and lower is None and upper is None:
+            given = v, self.A, self.b if b is None else b, y
+            table = None if memory is None else memory.multipliers
+            found = loss_at_once(self._known, self.solver, given, table, index, reduction)
+            if found is not None:
+                return found
         init = None if memory is None or index is None else memory[index]
         solution = self.solve(v, b, init, lower=lower, upper=upper)
         loss = matched_loss(solution, y, reduction)

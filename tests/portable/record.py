@@ -183,7 +183,7 @@ class Recorder:
         """What was found, and which samples are solved."""
         I, K = self.A.shape
         target, share = RULES.target(self.dtype), RULES.share(self.dtype)
-        given = {"v": v, "b": b, "start": start, "b_stride": I, "limit": limit}
+        given = {"v": v, "b": b, "start": start, "index": None, "b_stride": I, "limit": limit}
         given |= {"target": target, "share": share, "huge": torch.finfo(self.dtype).max}
         given |= {"cap": RULES.cap(self.dtype), "slack": slack(torch.finfo(self.dtype).eps)}
         found = {"multipliers": self.empty(I), "u": self.empty(K), "z": self.empty(K)}

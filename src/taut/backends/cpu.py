@@ -7,11 +7,8 @@ for AVX2, v4 for AVX-512; `TAUT_KERNEL=v2`, `v3` or `v4` in the environment forc
 `TAUT_KERNEL=0` turns the backend off.
 """
 
-import ctypes
-import os
-from collections.abc import Callable, Sequence
-from ctypes import Structure, addressof, byref, c_char_p, c_double, c_int64, c_uint, c_void_p
-from importlib.util import find_spec
+from collections.abc import Sequence
+from ctypes import Structure, addressof
 from typing import Any, NamedTuple, final
 
 import torch
@@ -21,6 +18,17 @@ from torch.nn import Parameter
 from taut.activations import Activation
 from taut.analysis import Basis
 from taut.backends.base import Rules
+from taut.backends.library import (
+    _MOST,
+    _differing,
+    _functions as _functions,
+    _library,
+    _structures,
+    _variant,
+    run,
+    structures as structures,
+    variant as variant,
+)
 from taut.backends.plan import Plan, make_plan
 from taut.held import slack
 from taut.maps import LinearMap
@@ -28,123 +36,8 @@ from taut.outcome import Outcome
 from taut.problems import Linear, Problem
 
 _LIMIT = 30  # iterations; what takes longer is not easy
-_GRAIN = 2**13  # products of two numbers that are worth a thread
 # A plan of more products than this is built for this many samples: one alone does not repay it.
 LARGE, REPAID = 2**20, 8
-
-# The variants, and up to how many equations each is faster than torch: see benchmarks/variants.py.
-# The rule is on A alone, as a sample's bits must not depend on how many others there are.
-_MOST = {"v2": 256, "v3": 512, "v4": 512}
-
-
-def _load() -> tuple[ctypes.CDLL | None, str]:
-    """The library and the variant to call; None where it is off or missing."""
-    wanted = os.environ.get("TAUT_KERNEL", "")
-    if wanted not in ("", "0", *_MOST):
-        raise ImportError(f"TAUT_KERNEL must be 0, v2, v3 or v4, or not set; got {wanted!r}.")
-    library = None if wanted == "0" else _open()
-    if library is None:
-        if wanted in _MOST:
-            raise ImportError(
-                f"TAUT_KERNEL={wanted}, but the kernel was not compiled when taut was installed. "
-                "Install it again where there is a C compiler, or unset TAUT_KERNEL."
-            )
-        return None, ""
-    newest = f"v{library.taut_newest()}"
-    if wanted > newest:
-        raise ImportError(
-            f"TAUT_KERNEL={wanted}, but this processor can run variants up to {newest} only. "
-            "Unset TAUT_KERNEL, or choose one of those."
-        )
-    return library, wanted or newest
-
-
-def _open() -> ctypes.CDLL | None:
-    found = find_spec("taut._kernel")
-    if found is None or found.origin is None:
-        return None
-    try:
-        library = ctypes.CDLL(found.origin)
-        library.taut_newest.restype = c_int64
-        library.taut_layout.restype = c_char_p
-    except (OSError, AttributeError):  # built for another machine, or from other sources
-        return None
-    return library
-
-
-def structures(layout: str) -> dict[str, type[Structure]]:
-    """ctypes structures from the library's own text: "Name:type field;type field;", a line each.
-
-    >>> [name for name, _ in structures("Point:double x;const double * y;")["Point"]._fields_]
-    ['x', 'y']
-    """
-    kinds = {"int64_t": c_int64, "double": c_double}
-    found = {}
-    for line in layout.splitlines():
-        name, fields = line.split(":")
-        pairs = [field.strip().rsplit(" ", 1) for field in fields.split(";") if field.strip()]
-        types = [(field, c_void_p if "*" in kind else kinds[kind]) for kind, field in pairs]
-        found[name] = type(name, (Structure,), {"_fields_": types})
-    return found
-
-
-def _differing(name: str, values: dict[str, Any]) -> TypeError:
-    """The error for a field that only one side knows."""
-    unknown = values.keys() ^ _structures[name][1]
-    return TypeError(f"{name}: library and package differ in {sorted(unknown)}.")
-
-
-def _pool() -> Callable[..., None] | None:
-    """OpenMP's way to run a function on several threads: on those that torch itself uses."""
-    try:
-        pool = ctypes.CDLL(None).GOMP_parallel
-    except (AttributeError, OSError, TypeError):
-        return None
-    pool.argtypes, pool.restype = [c_void_p, c_void_p, c_uint, c_uint], None
-    return pool
-
-
-_library, _variant = _load()
-_structures = {
-    name.lower(): (kind, {field for field, *_ in kind._fields_})
-    for name, kind in structures(
-        "" if _library is None else _library.taut_layout().decode()
-    ).items()
-}
-_parallel = _pool()
-
-
-def _function(name: str) -> tuple[Callable[[Any], None], c_void_p]:
-    function = getattr(_library, f"taut_{name}_{_variant}", None)
-    if function is None:
-        raise ImportError(
-            f"the compiled kernel knows no {name!r}: it is of other sources than this package. "
-            "Install taut again, or set TAUT_KERNEL=0."
-        )
-    function.argtypes, function.restype = [c_void_p], None
-    return function, ctypes.cast(function, c_void_p)
-
-
-_NAMES = ("solve", "backward", "stable", "loss", "within")
-_functions = {} if _library is None else {name: _function(name) for name in _NAMES}
-
-
-def _alone() -> None:
-    global _parallel
-    _parallel = None
-
-
-if hasattr(os, "register_at_fork"):  # OpenMP's threads do not survive a fork
-    os.register_at_fork(after_in_child=_alone)
-
-
-def variant() -> str | None:
-    """The variant in use: v2 for any processor, v3 with AVX2, v4 with AVX-512; None without.
-
-    >>> variant() in (None, "v2", "v3", "v4")
-    True
-    """
-    return _variant or None
 
 
 def readable(*tensors: Tensor | None) -> bool:
@@ -193,6 +86,7 @@ class Given(NamedTuple):
     rules: Rules
     structure: Structure
     values: dict[str, Any]  # of a solve, as far as they follow from the rules
+    calls: list[Any]  # structures that nobody uses: making them takes longer than a small step
 
     @staticmethod
     def of(rules: Rules, dtype: torch.dtype) -> "Given":
@@ -208,7 +102,7 @@ class Given(NamedTuple):
             "slack": slack(torch.finfo(dtype).eps),
             "huge": torch.finfo(dtype).max,
         }
-        return Given(rules, structure, values)
+        return Given(rules, structure, values, [])
 
 
 _USUAL = Rules()
@@ -263,6 +157,15 @@ class Cpu:
         self._tried = True
         return self._known
 
+    def ready(
+        self, samples: int, rules: Rules, dtype: torch.dtype
+    ) -> tuple["_Known", Given] | None:
+        """The plan and the rules as C takes them, where no equation is redundant."""
+        known = self._known or self._plan(samples)
+        if known is None or not samples or self._redundant or rules.dtype is not torch.float64:
+            return None
+        return known, self._rules(rules, dtype)
+
     def attempt(self, problem: Problem, rules: Rules) -> Outcome:
         """Newton's method from `start`, or 0, in float64."""
         if type(problem) is not Linear or rules.dtype is not torch.float64:
@@ -288,6 +191,7 @@ class Cpu:
             "v": v.data_ptr(),
             "b": b.data_ptr(),
             "start": None if start is None else start.data_ptr(),
+            "index": None,
             "multipliers": multipliers.data_ptr(),
             "u": u.data_ptr(),
             "z": z.data_ptr(),
@@ -373,20 +277,3 @@ class Cpu:
         }
         left = run("loss", values, n * known.work)  # for want of memory
         return None if left > 0 else loss
-
-
-def run(name: str, values: dict[str, Any], work: int) -> int:
-    """Call C, on as many threads as torch uses; the number of samples that it leaves open.
-
-    Each thread takes the next samples that nobody works on. `work` is in products of two numbers.
-    """
-    (function, address), (kind, fields) = _functions[name], _structures[name]
-    if len(values) != len(fields):
-        raise _differing(name, values)
-    call = kind(**values)
-    threads = min(torch.get_num_threads(), work // _GRAIN)
-    if threads < 2 or _parallel is None:
-        function(byref(call))
-    else:
-        _parallel(address, byref(call), threads, 0)
-    return call.unsolved

@@ -89,6 +89,7 @@
     FIELD(const void *, v)                                                              \
     FIELD(const void *, b)                                                              \
     FIELD(const void *, start) /* may be NULL: 0 */                                     \
+    FIELD(const int64_t *, index) /* the row of `start` that each has; NULL: its own */ \
     FIELD(void *, multipliers)                                                          \
     FIELD(void *, u)                                                                    \
     FIELD(void *, z)                                                                    \
@@ -183,6 +184,19 @@
     FIELD(int64_t, next)          \
     FIELD(int64_t, unsolved)
 
+/* solve, loss and memory at once; λ goes to `multipliers` of the solve, and nothing else of it */
+#define TRAIN(FIELD)                                                                    \
+    FIELD(Solve *, solve)                                                               \
+    FIELD(const void *, y)                                                              \
+    FIELD(void *, loss)                                                                 \
+    FIELD(void *, dv)          /* (z − y)·scale */                                      \
+    FIELD(double, scale)                                                                \
+    FIELD(void *, table)       /* the memory, which `start` and `index` read; or NULL */ \
+    FIELD(int64_t, entries)    /* of the memory */                                      \
+    FIELD(int64_t, seen)       /* how many samples were worked on */                    \
+    FIELD(int64_t, unsolved)   /* at first all; 0: all are solved, and stored */        \
+    FIELD(double, total)       /* Σ loss */
+
 #define DECLARE(type, name) type name;
 typedef struct { PLAN(DECLARE) } Plan;
 typedef struct { RULES(DECLARE) } Rules;
@@ -192,6 +206,7 @@ typedef struct { BACKWARD(DECLARE) } Backward;
 typedef struct { STABLE(DECLARE) } Stable;
 typedef struct { WITHIN(DECLARE) } Within;
 typedef struct { LOSS(DECLARE) } Loss;
+typedef struct { TRAIN(DECLARE) } Train;
 #undef DECLARE
 
 #endif

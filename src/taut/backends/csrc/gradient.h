@@ -145,16 +145,11 @@ PART void stable_block(Stable *s, Sample *x, int64_t n) {
 }
 
 /* Σψ(y) − yᵀv − bᵀλ + Σφ(u): see losses.py */
-PART void loss_block(const Plan *p, Loss *s, Work *x, int64_t first) {
+INLINE lanes matched_loss(const Plan *p, const Work *x, const lanes *target, int64_t single) {
     lanes loss = all(0.0);
-    read_outputs(p, x->v, s->v, first, s->samples, s->single);
-    read_outputs(p, x->z, s->y, first, s->samples, s->single);
-    read_outputs(p, x->u, s->u, first, s->samples, s->single);
-    read_rows(p, x->b, s->b, s->b_stride, first, s->samples, s->single);
-    read_rows(p, x->multipliers, s->multipliers, p->constraints, first, s->samples, s->single);
     for (int64_t k = 0; k < p->given; k++) {
         const Kind kind = p->kind[k];
-        lanes y = x->z[k], u = x->u[k], psi, phi;
+        lanes y = target[k], u = x->u[k], psi, phi;
         if (p->plain[k]) {
             psi = negative_entropy(kind, y);
             phi = integral(kind, u);
@@ -162,8 +157,8 @@ PART void loss_block(const Plan *p, Loss *s, Work *x, int64_t first) {
             double size = p->scale[k] * p->temperature[k];
             lanes z = (y - p->shift[k]) / p->scale[k];
             if (p->upper[k] < INFINITY) { /* the ends, as y has them, go to the ends exactly */
-                double lower = s->single ? (float)p->lower[k] : p->lower[k];
-                double upper = s->single ? (float)p->upper[k] : p->upper[k];
+                double lower = single ? (float)p->lower[k] : p->lower[k];
+                double upper = single ? (float)p->upper[k] : p->upper[k];
                 z = choose(y == lower, all(kind == TANH ? -1.0 : 0.0), z);
                 z = choose(y == upper, all(1.0), z);
             }
@@ -173,6 +168,16 @@ PART void loss_block(const Plan *p, Loss *s, Work *x, int64_t first) {
         loss += psi - y * x->v[k] + phi;
     }
     for (int64_t i = 0; i < p->rows; i++) loss -= x->b[i] * x->multipliers[i];
+    return loss;
+}
+
+PART void loss_block(const Plan *p, Loss *s, Work *x, int64_t first) {
+    read_outputs(p, x->v, s->v, first, s->samples, s->single);
+    read_outputs(p, x->z, s->y, first, s->samples, s->single);
+    read_outputs(p, x->u, s->u, first, s->samples, s->single);
+    read_rows(p, x->b, s->b, s->b_stride, first, s->samples, s->single);
+    read_rows(p, x->multipliers, s->multipliers, p->constraints, first, s->samples, s->single);
+    lanes loss = matched_loss(p, x, x->z, s->single);
     for (int l = 0; l < LANES && first + l < s->samples; l++)
         put(s->loss, first + l, s->single, loss[l]);
     __atomic_fetch_sub(&s->unsolved, LANES, __ATOMIC_RELAXED);

@@ -21,5 +21,6 @@ int64_t taut_newest(void) {
 const char *taut_layout(void) {
 #define TELL(type, name) #type " " #name ";"
     return "Plan:" PLAN(TELL) "\nRules:" RULES(TELL) "\nSolve:" SOLVE(TELL) "\nBackward:" BACKWARD(TELL)
-        "\nStable:" STABLE(TELL) "\nLoss:" LOSS(TELL) "\nLine:" LINE(TELL) "\nWithin:" WITHIN(TELL);
+        "\nStable:" STABLE(TELL) "\nLoss:" LOSS(TELL) "\nTrain:" TRAIN(TELL) "\nLine:" LINE(TELL)
+        "\nWithin:" WITHIN(TELL);
 }

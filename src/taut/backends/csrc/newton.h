@@ -190,15 +190,26 @@ INLINE mask at_end(const Plan *p, const Solve *s, const Work *x) {
     return found;
 }
 
-PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
-    const Rules *r = s->rules;
+/* The samples and their start, into lanes */
+PART void read_block(const Plan *p, const Solve *s, Work *x, int64_t first) {
     read_outputs(p, x->v, s->v, first, s->samples, s->single);
     memcpy(x->u, x->v, p->outputs * sizeof *x->v);
     read_rows(p, x->b, s->b, s->b_stride, first, s->samples, s->single);
-    if (s->start)
-        read_rows(p, x->multipliers, s->start, p->constraints, first, s->samples, s->single);
-    else
+    if (!s->start) {
         memset(x->multipliers, 0, p->rows * sizeof *x->multipliers);
+        return;
+    }
+    int64_t at[LANES];
+    for (int l = 0; l < LANES; l++) {
+        int64_t n = sample(first, l, s->samples);
+        at[l] = (s->index ? s->index[n] : n) * p->constraints;
+    }
+    read_rows_at(p, x->multipliers, s->start, at, s->single);
+}
+
+/* Everything at the solution, in lanes; returns which samples are solved */
+PART mask solve_lanes(const Plan *p, const Solve *s, Work *x, lanes *taken) {
+    const Rules *r = s->rules;
     evaluate(p, s, x);
     mask lost = x->relative != x->relative;
     for (int64_t i = 0; i < p->rows; i++)
@@ -247,7 +258,14 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
         settle(p, s, x, &left);
         solved |= left;
     }
-    mask fit = fits(p, s, x);
+    *taken = iterations;
+    return solved & fits(p, s, x);
+}
+
+PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
+    lanes iterations;
+    read_block(p, s, x, first);
+    mask solved = solve_lanes(p, s, x, &iterations);
     lanes residual = all(0.0), sum[TILE];
     if (s->single) /* of z as it will be returned */
         for (int64_t k = 0; k < p->outputs; k++)
@@ -263,7 +281,7 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
     for (int l = 0; l < LANES && first + l < s->samples; l++) {
         s->iterations[first + l] = (int64_t)iterations[l];
         put(s->residual, first + l, s->single, residual[l]);
-        s->status[first + l] = fit[l] && solved[l] ? 0 : -1;
+        s->status[first + l] = solved[l] ? 0 : -1;
         if (!s->status[first + l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
     }
 }

@@ -72,14 +72,21 @@ PART void write_outputs(const Plan *p, const lanes *from, void *x, int64_t first
             put(x, (first + l) * p->given + k, single, from[k][l]);
 }
 
-INLINE void read_rows(const Plan *p, lanes *to, const void *x, int64_t stride, int64_t first,
-                      int64_t samples, int64_t single) {
+/* The entries of A's rows, of each sample at `at` numbers from x */
+INLINE void read_rows_at(const Plan *p, lanes *to, const void *x, const int64_t *at,
+                         int64_t single) {
     for (int64_t i = 0; i < p->rows; i++) {
         to[i] = all(0.0);
         if (p->order[i] >= 0)
-            for (int l = 0; l < LANES; l++)
-                to[i][l] = number(x, sample(first, l, samples) * stride + p->order[i], single);
+            for (int l = 0; l < LANES; l++) to[i][l] = number(x, at[l] + p->order[i], single);
     }
+}
+
+INLINE void read_rows(const Plan *p, lanes *to, const void *x, int64_t stride, int64_t first,
+                      int64_t samples, int64_t single) {
+    int64_t at[LANES];
+    for (int l = 0; l < LANES; l++) at[l] = sample(first, l, samples) * stride;
+    read_rows_at(p, to, x, at, single);
 }
 
 INLINE void write_rows(const Plan *p, const lanes *from, void *x, int64_t first, int64_t samples,
