@@ -134,6 +134,81 @@ def test_what_it_knows_it_solves(name, structure, shape, dtype):
     assert (found.multipliers[:, I:] != 0).any()
 
 
+def gradients(known, given, bounds=None, **options):
+    """Of v, b, the sides or bounds, from a function of z, u and the multipliers; and the loss."""
+    low, high = sides(given).values() if bounds is None else bounds
+    inputs = [x.detach().clone().requires_grad_() for x in (given.v, given.b, low, high)]
+    v, b, low, high = inputs
+    found = taut.project(v, known, b, lower=low, upper=high, on_failure="return", **options)
+    ok = found.converged
+    value = sum(getattr(found, x)[ok].sin().sum() for x in ("z", "u", "multipliers"))
+    made = torch.autograd.grad(value, inputs, retain_graph=True)
+    y = given.y.to(v.dtype)
+    loss = taut.matched_loss(found, y, reduction="none")
+    return found, [*made, loss.detach(), *torch.autograd.grad(loss[ok].sum(), inputs)]
+
+
+def assert_same_gradients(given, ours, theirs, bounds=None):
+    """As far as rounding determines them: it grows with the condition of the active rows."""
+    (found, one), (other, two) = (gradients(x, given, bounds) for x in (ours, theirs))
+    assert found.status.tolist() == other.status.tolist()
+    C = rows(given, other)[0] if bounds is None else given.A.expand(len(given.v), -1, -1)
+    # Outputs that are clipped have no slope: what is left of C may be conditioned worse.
+    free = torch.ones_like(given.v) if bounds is None else (other.active == 0).to(given.v.dtype)
+    w = (given.activation.slope(other.u.detach().double()) * free).unsqueeze(-2)
+    values = torch.linalg.eigvalsh((C.double() * w) @ C.double().mT)
+    least = values.where(values > 1e-12 * values[:, -1:], torch.inf).amin(-1)
+    digits = 64 * sum(C.shape[-2:]) * torch.finfo(given.v.dtype).eps * (values[:, -1] / least) ** 2
+    for x, y in zip(one, two, strict=True):
+        x, y = (a.reshape(len(given.v), -1).double() for a in (x, y))
+        far = (x - y).abs().amax(-1) > digits * (1 + y.abs().amax(-1))
+        assert not (far & other.converged).any()
+
+
+@both_dtypes
+@few_activations
+@pytest.mark.parametrize("structure", UNIQUE)
+def test_derivatives_are_those_of_torch(structure, activation, dtype):
+    given = draw(activation, structure, dtype=dtype)
+    assert_same_gradients(given, *prepared(given))
+
+
+@both_dtypes
+@few_activations
+def test_derivatives_of_bounds_are_those_of_torch(activation, dtype):
+    given = draw(activation, n=16, dtype=dtype)
+    known = taut.prepare(given.A, activation)
+    alone = replace(known, backend=Torch())
+    y = given.y.to(dtype)
+    middle, width = activation.sigma(given.v), y.std(0)
+    bounds = torch.minimum(middle, y) - 0.05 * width, torch.maximum(middle, y)
+    assert_same_gradients(given, known, alone, bounds)
+
+
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "tanh"])
+def test_derivatives_keep_their_digits_where_outputs_have_saturated(name):
+    """By Gauss–Jordan, as without the kernel."""
+    given = draw(name, size=40.0, n=24, K=12, I=2, M=5)
+    ours, theirs = prepared(given)
+    found = taut.project(given.v, theirs, given.b, **sides(given), on_failure="return")
+    flat = pose_sides(ours, fitted_sides(given.v, given.A, given.b, given.constraints["G"],
+                      *sides(given).values(), None), False)[0]  # fmt: skip
+    attempt(ours, given)
+    g = torch.randn_like(given.v)
+    made, left, count = ours.backend.pull_within(
+        flat, found.multipliers, found.u, found.status, (g, None, None), [True] * 4
+    )
+    assert count == int(left.sum()) == int((found.u.isinf().any(-1)).sum())
+    with torch.no_grad():
+        right = replace(flat, prepared=theirs).pullback(
+            found.multipliers, found.u, found.status, (g, None, None), [True, False, True, True]
+        )
+    ok = found.converged & ~left
+    for i in (0, 2, 3):
+        size = right[i].abs().amax(-1, keepdim=True)
+        assert ((made[i] - right[i]).abs() <= 1e-9 * size)[ok].all()
+
+
 @few_activations
 def test_a_sample_has_the_bits_that_it_has_alone(activation):
     """In any place among any neighbours, also those that fail."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, final, runtime_checkable
+from typing import Any, Protocol, final, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -123,6 +123,10 @@ class Torch:
         return Outcome.open(problem.inputs[0], problem.prepared.map.shape[0])
 
     def pullback(self, u: Tensor, status: Tensor, grads: Sequence[Tensor | None]) -> None:
+        return None
+
+    def pull_within(self, problem: Problem, *found: Any) -> None:
+        """The same for inequalities; None says that all are open."""
         return None
 
     def loss(self, v: Tensor, b: Tensor, y: Tensor, u: Tensor, multipliers: Tensor) -> None:

@@ -105,7 +105,7 @@ class Given(NamedTuple):
         return Given(rules, structure, values, [])
 
 
-_USUAL = Rules()
+USUAL = Rules()
 _PLAIN = (Tensor, Parameter)
 
 
@@ -119,6 +119,34 @@ def fits(A: LinearMap) -> bool:
         and A.data.is_cpu
         and 0 < A.shape[0] <= _MOST[_variant]
     )
+
+
+def loss(
+    self: Any, v: Tensor, b: Tensor, y: Tensor, u: Tensor, multipliers: Tensor
+) -> Tensor | None:
+    """Σψ(y) − yᵀv − bᵀλ + Σφ(u) of each sample: a method of whatever has a plan."""
+    known = self._known
+    if known is None or not readable(v, b, y, u, multipliers):
+        return None
+    v, y, u, multipliers = map(Tensor.contiguous, (v, y, u, multipliers))
+    b = b if b.stride(-1) == 1 else b.contiguous()
+    n, loss = len(v), v.new_empty(len(v))
+    values = {
+        "plan": known.address,
+        "v": v.data_ptr(),
+        "b": b.data_ptr(),
+        "y": y.data_ptr(),
+        "u": u.data_ptr(),
+        "multipliers": multipliers.data_ptr(),
+        "loss": loss.data_ptr(),
+        "samples": n,
+        "single": v.dtype is torch.float32,
+        "b_stride": b.stride(0),
+        "next": 0,
+        "unsolved": n,
+    }
+    left = run("loss", values, n * known.work)  # for want of memory
+    return None if left > 0 else loss
 
 
 @final
@@ -229,7 +257,7 @@ class Cpu:
         g_u = None if g_u is None else g_u.contiguous()
         dtype, n, I = u.dtype, len(u), known.plan.sizes["constraints"]
         dv, db = torch.empty_like(u), u.new_empty(n, I)
-        given = self._given.get(dtype) or self._rules(_USUAL, dtype)
+        given = self._given.get(dtype) or self._rules(USUAL, dtype)
         values = {
             "plan": known.address,
             "rules": given.values["rules"],
@@ -252,28 +280,4 @@ class Cpu:
             db = self._basis.outward(db.to(torch.float64)).to(db.dtype)
         return dv, db, left
 
-    def loss(
-        self, v: Tensor, b: Tensor, y: Tensor, u: Tensor, multipliers: Tensor
-    ) -> Tensor | None:
-        known = self._known
-        if known is None or not readable(v, b, y, u, multipliers):
-            return None
-        v, y, u, multipliers = map(Tensor.contiguous, (v, y, u, multipliers))
-        b = b if b.stride(-1) == 1 else b.contiguous()
-        n, loss = len(v), v.new_empty(len(v))
-        values = {
-            "plan": known.address,
-            "v": v.data_ptr(),
-            "b": b.data_ptr(),
-            "y": y.data_ptr(),
-            "u": u.data_ptr(),
-            "multipliers": multipliers.data_ptr(),
-            "loss": loss.data_ptr(),
-            "samples": n,
-            "single": v.dtype is torch.float32,
-            "b_stride": b.stride(0),
-            "next": 0,
-            "unsolved": n,
-        }
-        left = run("loss", values, n * known.work)  # for want of memory
-        return None if left > 0 else loss
+    loss = loss

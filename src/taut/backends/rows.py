@@ -92,7 +92,18 @@ def _eliminated(
     q = (reduced * w) @ reduced.mT
     arrays = {"inverse": inverse, "through": through, "q": (q + q.mT) / 2}
     arrays["root"] = q.diagonal().clamp_min(0).sqrt()
+    # Running errors as in systems/pull.py, where pivots of G come after those of A.
+    error = _running(factor, gram)
+    below = torch.linalg.solve_triangular(factor, (A * w) @ G.mT, upper=False)
+    arrays["made_of"] = (G * G) @ w + error @ below.square()
     if not all(bool(x.isfinite().all()) for x in arrays.values()):
         return None
-    sizes = {"equations": first, "rows": len(G)}
+    worst = error.amax().item() if first else 0.0
+    sizes = {"equations": first, "rows": len(G), "error": worst}
     return Plan(sizes, {name: x.contiguous() for name, x in arrays.items()})
+
+
+def _running(factor: Float[Tensor, "I I"], gram: Float[Tensor, "I I"]) -> Float[Tensor, "I"]:
+    squares = factor.square()
+    system = 2 * torch.diag(squares.diagonal()) - squares
+    return torch.linalg.solve_triangular(system, gram.diagonal()[:, None], upper=False)[:, 0]

@@ -1,5 +1,6 @@
 """The compiled backend for inequalities and bounds: see csrc/within.h."""
 
+from collections.abc import Sequence
 from ctypes import Structure, addressof
 from typing import Any, NamedTuple, final
 
@@ -10,7 +11,18 @@ from torch.nn.functional import pad
 from taut.activations import Activation
 from taut.analysis import Basis
 from taut.backends.base import Rules
-from taut.backends.cpu import LARGE, REPAID, Cpu, Given, fits, laid_out, readable, run
+from taut.backends.cpu import (
+    LARGE,
+    REPAID,
+    USUAL,
+    Cpu,
+    Given,
+    fits,
+    laid_out,
+    loss,
+    readable,
+    run,
+)
 from taut.backends.rows import Rows, make_rows
 from taut.outcome import Outcome
 from taut.problems import Inequalities, Linear, Problem
@@ -19,17 +31,20 @@ from taut.systems import Known
 _UNIT = 2.0**-52
 
 
-class _Laid(NamedTuple):
+class _Known(NamedTuple):
     """The rows, as C takes them."""
 
     rows: Rows
     plan: Structure
     line: Structure | None
 
+    address: int  # of the plan
+    work: int  # of one evaluation of a sample
+
     @property
     def values(self) -> dict[str, Any]:
         return {
-            "plan": addressof(self.plan),
+            "plan": self.address,
             "line": None if self.line is None else addressof(self.line),
             "equations": self.rows.equations,
             **{name: x.data_ptr() for name, x in self.rows.ends.items()},
@@ -44,7 +59,7 @@ class CpuWithin:
         self._C, self._alone, self._activation = C, alone, activation
         rows, outputs = C.map.shape
         self._wait = REPAID if rows * rows * outputs > LARGE else 0
-        self._laid: _Laid | None = None
+        self._known: _Known | None = None
         self._tried = False
         self._given: dict[torch.dtype, Given] = {}
 
@@ -54,16 +69,17 @@ class CpuWithin:
         equations = alone.map.shape[0]
         return fits(C.map) and (equations == 0 or isinstance(alone.backend, Cpu))
 
-    def _layout(self, samples: int) -> _Laid | None:
+    def _layout(self, samples: int) -> _Known | None:
         self._wait -= samples
         if self._tried or self._wait > 0:
-            return self._laid
+            return self._known
         self._tried = True
         rows = make_rows(self._C, self._alone.basis_of(self._alone.map), self._activation)
-        if rows is not None and rows.line is not None:
-            line = laid_out("line", rows.line)
-            self._laid = _Laid(rows, laid_out("plan", rows.plan), line)
-        return self._laid
+        if rows is not None:
+            line = None if rows.line is None else laid_out("line", rows.line)
+            plan = laid_out("plan", rows.plan)
+            self._known = _Known(rows, plan, line, addressof(plan), rows.plan.work)
+        return self._known
 
     def attempt(self, problem: Problem, rules: Rules) -> Outcome:
         """Newton's method on the multipliers, from `start` or from those of the equations alone."""
@@ -71,8 +87,10 @@ class CpuWithin:
         nothing = Outcome.open(v, problem.prepared.map.shape[0])
         if type(problem) is not Inequalities or rules.dtype is not torch.float64 or not n:
             return nothing
-        laid = self._laid or self._layout(n)
-        if laid is None or not readable(*problem.inputs, problem.start) or problem.bounds:
+        known = self._known or self._layout(n)
+        if known is None or not readable(*problem.inputs, problem.start):
+            return nothing
+        if known.line is None or problem.bounds:
             return nothing
         found = nothing
         begun = problem.start is None and problem.equations > 0
@@ -80,7 +98,7 @@ class CpuWithin:
             found = self._equations(problem, rules)
             if found.failed == n:
                 return nothing
-        return self._within(laid, problem, rules, found, begun)
+        return self._within(known, problem, rules, found, begun)
 
     def _equations(self, problem: Inequalities, rules: Rules) -> Outcome:
         """The equations alone; multipliers of the inequalities are 0."""
@@ -99,7 +117,7 @@ class CpuWithin:
         )
 
     def _within(
-        self, laid: _Laid, problem: Inequalities, rules: Rules, found: Outcome, begun: bool
+        self, known: _Known, problem: Inequalities, rules: Rules, found: Outcome, begun: bool
     ) -> Outcome:
         # Kept by name: C reads them by address.
         v, lower, upper, *bounds = (
@@ -112,7 +130,7 @@ class CpuWithin:
         if given is None or given.rules is not rules:
             given = self._given[dtype] = Given.of(rules, dtype)
         values = {
-            **laid.values,
+            **known.values,
             **{name: given.values[name] for name in ("rules", "single", "cap", "slack", "huge")},
             "v": v.data_ptr(),
             "lower": lower.data_ptr(),
@@ -133,7 +151,7 @@ class CpuWithin:
             "unsolved": n,
             "target": max(rules.tol or 0.0, 8 * _UNIT),
         }
-        left = run("within", values, n * laid.rows.plan.work)
+        left = run("within", values, n * known.work)
         if left == n:  # perhaps for want of memory, without a look at any
             found.status.fill_(-1)
         made = found.z, found.multipliers, found.u, found.residual, found.iterations, found.status
@@ -142,5 +160,54 @@ class CpuWithin:
     def pullback(self, u: Tensor, status: Tensor, grads: Any) -> None:
         return None
 
-    def loss(self, v: Tensor, b: Tensor, y: Tensor, u: Tensor, multipliers: Tensor) -> None:
-        return None
+    def pull_within(
+        self,
+        problem: Inequalities,
+        multipliers: Tensor,
+        u: Tensor,
+        status: Tensor,
+        grads: Sequence[Tensor | None],
+        needs: Sequence[bool],
+    ) -> tuple[list[Tensor | None], Tensor, int] | None:
+        """The gradients in v, C (none), the sides and the bounds; which samples are open, and how
+        many. None says that all are."""
+        known, n = self._known, len(u)
+        sides = problem.lower, problem.upper, *problem.bounds
+        if known is None or not n or not readable(u, multipliers, *sides, *grads):
+            return None
+        # Kept by name: C reads them by address.
+        u, multipliers, status = u.contiguous(), multipliers.contiguous(), status.contiguous()
+        lower, upper, *bounds = (x.contiguous() for x in sides)
+        floor, ceiling = bounds or (None, None)
+        g_z, g_multipliers, g_u = (None if g is None else g.contiguous() for g in grads)
+        made = [torch.empty_like(u), None]
+        made += [torch.empty_like(x) if need else None for x, need in
+                 zip((lower, upper, *bounds), needs[2:], strict=True)]  # fmt: skip
+        left = torch.ones(n, dtype=torch.bool, device="cpu")
+        given = self._given.get(u.dtype) or Given.of(USUAL, u.dtype)
+        dlower, dupper, dfloor, dceiling = (*made[2:], None, None)[:4]
+        arrays = {
+            "u": u,
+            "multipliers": multipliers,
+            "lower": lower,
+            "upper": upper,
+            "floor": floor,
+            "ceiling": ceiling,
+            "g_multipliers": g_multipliers,
+            "g_u": g_u,
+            "g_z": g_z,
+            "status": status,
+            "dv": made[0],
+            "dlower": dlower,
+            "dupper": dupper,
+            "dfloor": dfloor,
+            "dceiling": dceiling,
+            "left": left,
+        }
+        values = {name: None if x is None else x.data_ptr() for name, x in arrays.items()}
+        values |= {name: known.values[name] for name in ("plan", "line")}
+        values |= {"rules": given.values["rules"], "single": u.dtype is torch.float32}
+        values |= {"samples": n, "next": 0, "unsolved": n}
+        return made, left, run("pull", values, n * known.work)
+
+    loss = loss  # b being the sides at which rows are held

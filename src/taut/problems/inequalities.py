@@ -9,7 +9,7 @@ the inactive side. Bounds on z need no multipliers: z is clipped, and φ(u) = z 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -172,6 +172,13 @@ class Inequalities(Problem):
     def _at_lower(self, multipliers: Tensor) -> Bool[Tensor, "N M"]:
         return (multipliers > 0) | (self.lower == self.upper)
 
+    def quick_loss(self, y: Tensor, multipliers: Tensor, u: Tensor) -> Float[Tensor, "N"] | None:
+        if self.bounds:
+            return None
+        side = torch.where(self._at_lower(multipliers), self.lower, self.upper)
+        side = torch.where(multipliers != 0, side, 0)
+        return self.prepared.backend.loss(self.v, side, y, u, multipliers)
+
     def envelope(
         self, multipliers: Tensor, u: Tensor, z: Tensor, g: Tensor, needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
@@ -203,6 +210,26 @@ class Inequalities(Problem):
         s_F = H⁻¹(C_F g + g_ν), ∂v = g − w∘C_Fᵀs, ∂side = s, ∂C = ν ∂vᵀ − s zᵀ, and for the bound
         of a clipped output g_z − C_Fᵀs.
         """
+        if not (needs[1] or torch.is_grad_enabled()):
+            at = multipliers, u, status, grads
+            found = self.prepared.backend.pull_within(self, *at, needs)
+            if found is not None:
+                made, left, count = found
+                if count:
+                    index = left.nonzero().squeeze(-1)
+                    part = [None if g is None else g[index] for g in grads]
+                    some = replace(self, lower=self.lower[index], upper=self.upper[index],
+                                   bounds=tuple(x[index] for x in self.bounds))  # fmt: skip
+                    at = multipliers[index], u[index], status[index], part
+                    for x, y in zip(made, some._pulled(*at, needs), strict=True):
+                        if x is not None:
+                            x.index_copy_(0, index, y)
+                return tuple(made)
+        return self._pulled(multipliers, u, status, grads, needs)
+
+    def _pulled(
+        self, multipliers: Tensor, u: Tensor, status: Tensor, grads: Any, needs: Any
+    ) -> tuple[Tensor | None, ...]:
         ok, dtype = (status == Status.CONVERGED).unsqueeze(-1), u.dtype
         held = u.isinf()
         blank = torch.zeros_like(multipliers, dtype=torch.bool)

@@ -81,7 +81,9 @@
     FIELD(const double *, inverse)  /* (A W Aᵀ)⁻¹, equations × equations */                      \
     FIELD(const double *, through)  /* (A W Aᵀ)⁻¹A W Gᵀ, equations × rows */                     \
     FIELD(const double *, q)        /* rows × rows */                                            \
-    FIELD(const double *, root)     /* of its diagonal */
+    FIELD(const double *, root)     /* of its diagonal */                                        \
+    FIELD(const double *, made_of)  /* what a pivot of Q is left of, and its running error */    \
+    FIELD(double, error)            /* the running error of the pivots of A W Aᵀ */
 
 #define SOLVE(FIELD)                                                                    \
     FIELD(const Plan *, plan)                                                           \
@@ -170,6 +172,31 @@
     FIELD(double, slack)                                                                \
     FIELD(double, huge)
 
+#define PULL(FIELD)                                                                     \
+    FIELD(const Plan *, plan)                                                           \
+    FIELD(const Line *, line)                                                           \
+    FIELD(const Rules *, rules)                                                         \
+    FIELD(const void *, u)                                                              \
+    FIELD(const void *, multipliers)                                                    \
+    FIELD(const void *, lower)                                                          \
+    FIELD(const void *, upper)                                                          \
+    FIELD(const void *, floor)                                                          \
+    FIELD(const void *, ceiling)                                                        \
+    FIELD(const void *, g_multipliers) /* gradients may be NULL */                      \
+    FIELD(const void *, g_u)                                                            \
+    FIELD(const void *, g_z)                                                            \
+    FIELD(const int64_t *, status)                                                      \
+    FIELD(void *, dv)                                                                   \
+    FIELD(void *, dlower)              /* those from here on may be NULL */             \
+    FIELD(void *, dupper)                                                               \
+    FIELD(void *, dfloor)                                                               \
+    FIELD(void *, dceiling)                                                             \
+    FIELD(int8_t *, left)              /* 1 where they could not be found: at first all */ \
+    FIELD(int64_t, samples)                                                             \
+    FIELD(int64_t, single)                                                              \
+    FIELD(int64_t, next)                                                                \
+    FIELD(int64_t, unsolved)
+
 #define LOSS(FIELD)               \
     FIELD(const Plan *, plan)     \
     FIELD(const void *, v)        \
@@ -205,6 +232,7 @@ typedef struct { SOLVE(DECLARE) } Solve;
 typedef struct { BACKWARD(DECLARE) } Backward;
 typedef struct { STABLE(DECLARE) } Stable;
 typedef struct { WITHIN(DECLARE) } Within;
+typedef struct { PULL(DECLARE) } Pull;
 typedef struct { LOSS(DECLARE) } Loss;
 typedef struct { TRAIN(DECLARE) } Train;
 #undef DECLARE

@@ -1,6 +1,6 @@
 /* The calls, for one kind of processor: VARIANT(name) is what they are called. */
 #include "training.h"
-#include "within.h"
+#include "pullback.h"
 
 /* `counts` says which samples nobody works on. */
 #define EACH_BLOCK(type, counts, work_on)                                       \
@@ -40,5 +40,17 @@ void VARIANT(taut_within)(Within *s) {
         if (first >= s->samples) break;
         within_block(s->plan, s, &sides, first);
     }
+    free(memory);
+}
+
+void VARIANT(taut_pull)(Pull *s) {
+    Pulling room;
+    void *memory = make_pulling(s->plan, &room);
+    while (memory) {
+        int64_t first = __atomic_fetch_add(&s->next, LANES, __ATOMIC_RELAXED);
+        if (first >= s->samples) break;
+        pull_block(s->plan, s, &room, first);
+    }
+    if (memory) free(room.sample_memory);
     free(memory);
 }

@@ -40,19 +40,20 @@ PART void return_equations(const Line *line, const lanes *mu, lanes *lambda, mas
     }
 }
 
-/* step ← H⁻¹s, H = C_F W C_Fᵀ in the active rows F, which have `orthant` ≠ 0; s is 0 in the others */
-PART void solve_line(const Line *line, Sides *x, const Rules *r, const lanes *s) {
+/* step ← H⁻¹s, H = C_F W C_Fᵀ in the active rows F, which have `orthant` ≠ 0; s is 0 in the others.
+ * Returns the size of what is left when equations are eliminated, and was factorised. */
+PART int64_t solve_line(const Line *line, Sides *x, const Rules *r, const lanes *s, mask *dependent) {
     const int64_t E = line->equations, M = line->rows;
-    mask dependent;
     memcpy(x->trial + E, s + E, M * sizeof *s);
     eliminate_equations(line, s, x->step, x->trial + E);
     const int64_t n = list_active(x->orthant, E, M, x->index);
     gather_shared(x->index, n, line->q, M, x->own);
-    factorise_own(n, x->own, x->diagonal, r->dependent, &dependent);
+    factorise_own(n, x->own, x->diagonal, r->dependent, dependent);
     gather_rows(x->index, n, x->trial + E, x->x);
     solve_own(n, x->own, x->diagonal, x->x);
     scatter_rows(x->index, n, x->x, x->step + E, M);
     return_equations(line, x->step + E, x->step, all(0.0) == all(0.0));
+    return n;
 }
 
 /* Q times `change`, to `trial`: in pairs of which one is not 0, as others add 0 */

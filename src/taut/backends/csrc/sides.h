@@ -17,21 +17,21 @@ typedef struct {
     lanes *lower, *upper, *nu, *r, *s, *size, *noise;       /* rows; r = C z */
     lanes *orthant, *step, *old_nu, *change, *trial;        /* rows */
     lanes *y;                                               /* the longer of the two */
-    lanes *own, *diagonal, *x;                              /* the system of the active rows */
-    int64_t *index, *pairs;
+    lanes *gram, *own, *diagonal, *x;                       /* the system of the active rows */
+    int64_t *index, *pairs, *place, *some;
 } Sides;
 
 static void *make_sides(const Plan *p, Sides *x) {
     const int64_t K = p->outputs, rows = p->rows, longest = K > rows ? K : rows;
-    lanes *index, *pairs;
+    lanes *index, *pairs, *place, *some;
     lanes **parts[] = {&x->v,     &x->u,     &x->z,       &x->w,    &x->floor,  &x->ceiling,
                        &x->old_u, &x->old_z, &x->first_u, &x->first_z, &x->more, &x->lower,   &x->upper, &x->nu,    &x->r,
                        &x->s,     &x->size,  &x->noise,   &x->orthant, &x->step, &x->old_nu,
-                       &x->change, &x->trial, &x->y,      &x->own,  &x->diagonal, &x->x,
-                       &index,    &pairs};
+                       &x->change, &x->trial, &x->y,      &x->gram,  &x->own,  &x->diagonal,
+                       &x->x,     &index,    &pairs,      &place,   &some};
     int64_t sizes[] = {K,    K,    K,    K,    K,    K,    K,    K,    K,    K,    K,       rows, rows, rows, rows, rows,
-                       rows, rows, rows, rows, rows, rows, rows, longest, triangle(rows), rows, rows,
-                       rows, rows};
+                       rows, rows, rows, rows, rows, rows, rows, longest, triangle(rows), triangle(rows), rows,
+                       rows, rows, rows, rows, rows};
     const int count = sizeof sizes / sizeof *sizes;
     int64_t total = 0;
     for (int i = 0; i < count; i++) total += sizes[i] + GAP;
@@ -45,6 +45,8 @@ static void *make_sides(const Plan *p, Sides *x) {
     }
     x->index = (int64_t *)index;
     x->pairs = (int64_t *)pairs;
+    x->place = (int64_t *)place;
+    x->some = (int64_t *)some;
     return memory;
 }
 

@@ -50,8 +50,8 @@ PART void gather_shared(const int64_t *index, int64_t n, const double *q, int64_
         }
 }
 
-/* Cholesky's factor in place, n a multiple of TILE; its diagonal's reciprocals go to `diagonal`. A
- * row that depends on those before it stands still: its reciprocal is 0, and so is its part of every
+/* Cholesky's factor in place, n a multiple of TILE; its diagonal stays, and the reciprocals of
+ * the factor's go to `diagonal`. A row that depends on those before it stands still: its reciprocal is 0, and so is its part of every
  * solution. `dependent` tells where there is one. */
 PART void factorise_own(int64_t n, lanes *own, lanes *diagonal, double least, mask *dependent) {
     mask found = all(0.0) != all(0.0);
@@ -91,6 +91,7 @@ PART void factorise_own(int64_t n, lanes *own, lanes *diagonal, double least, ma
                         continue;
                     }
                     mask good = (x > least * diagonal[i + s]) & (x > 0x1p-900);
+                    row[s][j + t] = diagonal[i + s];
                     found |= ~good;
                     x = choose(good, x, all(1.0));
                     for (int l = 0; l < LANES; l++) x[l] = 1.0 / sqrt(x[l]);

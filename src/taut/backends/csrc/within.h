@@ -3,35 +3,35 @@
 #ifndef TAUT_WITHIN_H
 #define TAUT_WITHIN_H
 
-#include "euclid.h"
+#include "active.h"
 
 #define NEARBY 1e-3 /* from here on it is asked what is rounding */
 #define PASSES 6 /* of a line: one finds the active rows, others what rounding left */
 
-INLINE void read_side(const Plan *p, lanes *to, const void *x, const Within *s, int64_t first,
-                      double none) {
-    read_rows(p, to, x, p->constraints, first, s->samples, s->single);
+INLINE void read_side(const Plan *p, lanes *to, const void *x, int64_t first, int64_t samples,
+                      int64_t single, double none) {
+    read_rows(p, to, x, p->constraints, first, samples, single);
     for (int64_t i = 0; i < p->rows; i++)
         if (p->order[i] < 0) to[i] = all(none);
 }
 
-INLINE void read_bound(const Plan *p, lanes *to, const void *x, const Within *s, int64_t first,
-                       double none) {
-    read_outputs(p, to, x, first, s->samples, s->single);
+INLINE void read_bound(const Plan *p, lanes *to, const void *x, int64_t first, int64_t samples,
+                       int64_t single, double none) {
+    read_outputs(p, to, x, first, samples, single);
     for (int64_t k = p->given; k < p->outputs; k++) to[k] = all(none);
 }
 
 /* Sides and bounds; returns the samples in which none excludes another. */
 PART mask read_sides(const Plan *p, const Within *s, Sides *x, int64_t first) {
     read_outputs(p, x->v, s->v, first, s->samples, s->single);
-    read_side(p, x->lower, s->lower, s, first, -INFINITY);
-    read_side(p, x->upper, s->upper, s, first, INFINITY);
+    read_side(p, x->lower, s->lower, first, s->samples, s->single, -INFINITY);
+    read_side(p, x->upper, s->upper, first, s->samples, s->single, INFINITY);
     mask fine = all(0.0) == all(0.0);
     for (int64_t i = 0; i < p->rows; i++)
         fine &= (x->lower[i] <= x->upper[i]) & (x->lower[i] < INFINITY) & (x->upper[i] > -INFINITY);
     if (!s->floor) return fine;
-    read_bound(p, x->floor, s->floor, s, first, -INFINITY);
-    read_bound(p, x->ceiling, s->ceiling, s, first, INFINITY);
+    read_bound(p, x->floor, s->floor, first, s->samples, s->single, -INFINITY);
+    read_bound(p, x->ceiling, s->ceiling, first, s->samples, s->single, INFINITY);
     for (int64_t k = 0; k < p->given; k++) {
         lanes low = at_least(x->floor[k], all(s->lowest[k]));
         lanes high = at_most(x->ceiling[k], all(s->highest[k]));
@@ -91,6 +91,7 @@ PART mask begin(const Plan *p, const Within *s, Sides *x, int64_t first, mask *o
 /* z −= W C_Fᵀ H⁻¹s_F where `which`, if that is better: `refined` of solvers/sides.py. C z is kept up. */
 PART void refine(const Plan *p, const Within *s, Sides *x, mask which) {
     lanes before = all(0.0), after = all(0.0), sum[TILE];
+    mask dependent;
     for (int64_t i = 0; i < p->rows; i++) {
         mask active = which & is_active(x, i);
         x->orthant[i] = choose(active, all(1.0), all(0.0));
@@ -98,7 +99,7 @@ PART void refine(const Plan *p, const Within *s, Sides *x, mask which) {
         x->change[i] = choose(active, x->r[i] - side, all(0.0));
         before = larger(before, absolute(x->change[i]));
     }
-    solve_line(s->line, x, s->rules, x->change);
+    solve_active(p, s->floor ? NULL : s->line, x, s->rules, x->change, &dependent);
     const int64_t count = list_pairs(p, x->step, x->pairs);
     mask inside = which;
     for (int64_t k = 0; k < p->outputs; k += TILE) {
