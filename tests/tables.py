@@ -38,14 +38,14 @@ LOWER, UPPER = _t(-1.0, 0.0, 2.0, -5.0, 0.1), _t(1.0, 3.0, 2.5, 5.0, 0.2)
 WEIGHTS = _t(0.5, 1.0, 2.0, 3.0, 0.25)
 TEMPERATURES = _t(0.5, 1.0, 2.0, 1.5, 0.75)
 
-#: One of each way to build an activation.
+#: One of each way to build an activation. Some ends are no numbers of float32.
 DERIVED = {
     "srlu(0.5, 2)": srlu(0.5, 2.0),
     "srlu(2, 2)": srlu(2.0, 2.0),
     "bounded": bounded(-1.0, 3.0),
     "bounded each": bounded(LOWER, UPPER),
-    "bounded below": bounded(2.0, math.inf),
-    "bounded above": bounded(-math.inf, 2.0),
+    "bounded below": bounded(2.1, math.inf),
+    "bounded above": bounded(-math.inf, 2.1),
     "weighted by a number": weighted("exp", 3.0),
     "tempered by a number": tempered("sigmoid", 0.5),
     "weighted bounded each": weighted(bounded(LOWER, UPPER), WEIGHTS),

@@ -174,15 +174,18 @@ def test_poisson():
     assert_close(bregman_loss(v, y, "exp", reduction="none"), expected.sum(-1))
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "tanh", "exp", "bounded each"])
+@pytest.mark.parametrize(
+    "name", ["sigmoid", "tanh", "exp", "bounded each", "bounded below", "bounded above"]
+)
 @pytest.mark.parametrize("side", [0, 1])
-def test_targets_at_the_ends_of_the_range(name, side):
+@both_dtypes
+def test_targets_at_the_ends_of_the_range(name, side, dtype):
     activation = ALL[name]
-    v = torch.randn(6, K, requires_grad=True)
+    v = torch.randn(6, K, dtype=dtype, requires_grad=True)
     end = activation.range.bounds(v)[side].expand(6, K)
-    y = torch.where(end.isfinite(), end, torch.ones(()))
-    A = torch.ones(1, K)
-    b = apply(A, activation.sigma(torch.randn(6, K)))
+    y = torch.where(end.isfinite(), end, activation.sigma(torch.zeros_like(v)))
+    A = torch.ones(1, K, dtype=dtype)
+    b = apply(A, activation.sigma(torch.randn(6, K, dtype=dtype)))
     solution = project(v, A, b, activation=activation)
     for loss in (matched_loss(solution, y), bregman_loss(solution.u, y, activation)):
         assert loss.isfinite()
@@ -192,7 +195,7 @@ def test_targets_at_the_ends_of_the_range(name, side):
         torch.autograd.grad(matched_loss(solution, y, reduction="sum"), v)[0],
         (solution.z - y).detach(),
         rtol=0,
-        atol=1e-14,
+        atol=64 * torch.finfo(dtype).eps,
     )
 
 

@@ -196,4 +196,5 @@ def _polish(block: Block, row: int, Q: Array, back: Array, x: Array) -> tuple[Ar
     allowed = TOLERANCE[block.dtype] * (np.abs(b) + A @ np.abs(z)) + 64 * block.eps * (A @ size)
     moves = np.abs((slope[:, None] * Q.T) @ np.linalg.solve(hessian, back))
     own = 64 * block.eps * (law.size + np.abs(z) + size)
-    return z, 4 * (moves @ allowed) + own
+    slack = 4 * (moves @ allowed) + own
+    return (z, slack) if np.isfinite(slack).all() else None  # pinned at their ends

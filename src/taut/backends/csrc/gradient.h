@@ -156,7 +156,11 @@ INLINE lanes matched_loss(const Plan *p, const Work *x, const lanes *target, int
         } else {
             double size = p->scale[k] * p->temperature[k];
             lanes z = (y - p->shift[k]) / p->scale[k];
-            if (p->upper[k] < INFINITY) { /* the ends, as y has them, go to the ends exactly */
+            /* The ends, as y has them, go to the ends exactly. */
+            if (kind == EXP) {
+                double end = single ? (float)p->shift[k] : p->shift[k];
+                z = choose(y == end, all(0.0), z);
+            } else if (p->upper[k] < INFINITY) {
                 double lower = single ? (float)p->lower[k] : p->lower[k];
                 double upper = single ? (float)p->upper[k] : p->upper[k];
                 z = choose(y == lower, all(kind == TANH ? -1.0 : 0.0), z);
