@@ -61,9 +61,11 @@ def _changes(
         most = _DIGITS[x.dtype] * _size(solution, torch.from_numpy(block.v))
     else:
         # The solve for λ magnifies rounding by κ, the condition number of A diag(w) Aᵀ, and so
-        # does the solve for derivatives, at slopes that λ has moved. Beyond 1e-2 nothing is said.
-        condition = _condition(block, solution)
+        # does the solve for derivatives, at slopes that λ has moved: by the rounding of u, and by
+        # as much of u as A z, rounded, does not tell. Beyond 1e-2 nothing is said.
+        condition, untold = _condition(block, solution)
         most = _DIGITS[torch.float64] * condition.square() * (1 + solution.u.abs().amax(-1))
+        most = most + 4 * condition * untold / np.abs(block.law.temperature).min()
         most = most.where(most < 1e-2, torch.inf) + torch.finfo(x.dtype).eps
         most = most * (x.abs().amax(1) + size)
     return converged & ((x - y).abs().amax(1) > most.detach())
@@ -91,8 +93,11 @@ def _another_verdict(one: Tensor, other: Tensor) -> Tensor:
     return (one != other) & (one != undecided) & (other != undecided) & ~threshold
 
 
-def _condition(block: Block, solution: Solution) -> Tensor:
-    """κ of A diag(σ'(u)) Aᵀ with rows scaled to length 1; inf where it cannot be told."""
+def _condition(block: Block, solution: Solution) -> tuple[Tensor, Tensor]:
+    """κ of H = A diag(σ'(u)) Aᵀ with rows scaled to length 1; inf where it cannot be told.
+
+    And how far u moves with the rounding r of A z: by Aᵀ H⁻¹ r, at most.
+    """
     A = torch.from_numpy(block.A).double()
     w = block.law.activation.slope(solution.u.detach().double())
     gram = (A * w.unsqueeze(-2)) @ A.mT
@@ -100,7 +105,12 @@ def _condition(block: Block, solution: Solution) -> Tensor:
     unit = (gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)).nan_to_num(0.0, 0.0, 0.0)
     values = torch.linalg.eigvalsh(unit) if unit.shape[-1] else unit.new_ones(len(unit), 1)
     condition = values[:, -1] / values[:, 0].clamp_min(1e-300)
-    return condition.clamp_min(1)
+    size = torch.from_numpy(block.b).double().abs()
+    size = size + (A.abs() @ solution.z.detach().double().abs().unsqueeze(-1)).squeeze(-1)
+    rounding = (8 * 2.0**-52 * scale * size).unsqueeze(-1)
+    moves = scale.unsqueeze(-1) * (torch.linalg.pinv(unit).abs() @ rounding)
+    untold = (A.abs().mT @ moves).squeeze(-1).amax(-1).nan_to_num(torch.inf)
+    return condition.clamp_min(1), untold
 
 
 def _size(solution: Solution, v: Tensor) -> Tensor:
