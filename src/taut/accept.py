@@ -50,7 +50,6 @@ def as_floating(name: str, x: Any, dtype: torch.dtype | None, device: Any = None
 def check_matrix(A: Tensor, b: Tensor | None, name: str = "A") -> None:
     """Refuse an A, or a b beside it, that no v would fit."""
     if name != "A" and A.ndim >= 2 and A.shape[-1] > 0:
-        check_dense(A, name)
         return
     if A.ndim < 2:
         raise ValueError(
@@ -69,12 +68,4 @@ def check_matrix(A: Tensor, b: Tensor | None, name: str = "A") -> None:
         raise ValueError(
             f"b must have an entry for each of the I = {A.shape[-2]} rows of A; got "
             f"b {tuple(b.shape)}, A {tuple(A.shape)}."
-        )
-
-
-def check_dense(x: Tensor, name: str) -> None:
-    """Refuse a sparse matrix where inequalities or bounds are."""
-    if x.layout is not torch.strided:
-        raise NotImplementedError(
-            f"inequalities and bounds do not take a sparse {name} yet: pass {name}.to_dense()."
         )

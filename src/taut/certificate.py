@@ -5,6 +5,7 @@ y = Aᵀλ. A λ for which bᵀλ exceeds that sum therefore proves that no such
 lower ≤ C z ≤ upper, Σ(lower ν⁺ − upper ν⁻) takes the place of bᵀλ.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from taut.activations import Activation, Interval, resolve
-from taut.maps import LinearMap, as_map
+from taut.maps import LinearMap, as_map, stacked
+from taut.systems import solve_lifted
 
 
 def support(y: Float[Tensor, "*batch K"], within: Interval) -> Float[Tensor, "*batch K"]:
@@ -120,13 +122,16 @@ def _stacked(
             side = torch.as_tensor(none if given is None else given, dtype=torch.float64)
             sides.append(side.expand(torch.broadcast_shapes(side.shape, shape)))
     _check_rows(like, sum(x.shape[-2] for x in matrices))
-    batch = torch.broadcast_shapes(*(x.shape[:-2] for x in matrices))
-    C = torch.cat([x.expand(*batch, *x.shape[-2:]) for x in matrices], -2)
+    if any(x.layout is not torch.strided for x in matrices):
+        C = as_map(matrices[0]) if len(matrices) == 1 else stacked(matrices[0], matrices[1])
+    else:
+        batch = torch.broadcast_shapes(*(x.shape[:-2] for x in matrices))
+        C = as_map(torch.cat([x.expand(*batch, *x.shape[-2:]) for x in matrices], -2))
     sides = []
     for parts in (lowers, uppers):
         front = torch.broadcast_shapes(*(x.shape[:-1] for x in parts))
         sides.append(torch.cat([x.expand(*front, x.shape[-1]) for x in parts], -1))
-    return as_map(C), (sides[0], sides[1])
+    return C, (sides[0], sides[1])
 
 
 def _narrowed(ends: tuple[Tensor, Tensor], lower: Any, upper: Any) -> tuple[Tensor, Tensor]:
@@ -159,8 +164,7 @@ def reach_of_proof(
     usable = side.isfinite().all(-1)
     side, rows = side.where(side.isfinite(), 0), C.shape[0]
     if safe and rows:
-        data = C.data
-        y, error = _exact_dot([(data[..., i, :], ν[..., i, None]) for i in range(rows)], ν)
+        y, error = _pull(C, ν)
         gain, doubt = _exact_dot([(side[..., i], ν[..., i]) for i in range(rows)], ν)
     else:
         y, gain = C.adjoint(ν), (side * ν).sum(-1)
@@ -182,14 +186,14 @@ def reach_of_proof(
 
 def rays(
     multipliers: Float[Tensor, "n M"], C: LinearMap, least: Tensor, most: Tensor
-) -> list[Float[Tensor, "n M"]]:
+) -> Iterator[Float[Tensor, "n M"]]:
     """Candidates for a proof, from multipliers that run away: as they are, cleaned, refined."""
     size = multipliers.abs().amax(-1, keepdim=True)
     ray = (multipliers / size.clamp_min(1e-290)).nan_to_num(0.0, 0.0, 0.0)
     plain = [ray, ray.where(ray.abs() > 1e-3, 0)]
-    if bool((least.isfinite() & most.isfinite()).all()):
-        return plain
-    return plain + [_refined(x, C, least, most) for x in plain]
+    yield from plain
+    if not bool((least.isfinite() & most.isfinite()).all()):
+        yield from (_refined(x, C, least, most) for x in plain)
 
 
 def _refined(ray: Tensor, C: LinearMap, least: Tensor, most: Tensor) -> Tensor:
@@ -197,15 +201,21 @@ def _refined(ray: Tensor, C: LinearMap, least: Tensor, most: Tensor) -> Tensor:
     support_of, y = ray != 0, C.adjoint(ray)
     harmless = (y > 0) & most.isfinite() | (y < 0) & least.isfinite()
     harmless = harmless | (least.isfinite() & most.isfinite())
-    gram = C.gram((~harmless).to(ray.dtype))
-    gram = gram * (support_of.unsqueeze(-1) & support_of.unsqueeze(-2))
-    diagonal = gram.diagonal(dim1=-2, dim2=-1)
-    top = diagonal.amax(-1, keepdim=True).clamp_min(1e-290)
-    diagonal.add_(torch.where(support_of, 1e-8 * top, 1))
-    triangle = torch.linalg.cholesky_ex(gram).L
+    w = (~harmless).to(ray.dtype)
+    top = C.gram_diagonal(w).where(support_of, 0).amax(-1, keepdim=True).clamp_min(1e-290)
+    lift = torch.where(support_of, 1e-8 * top, 1)
+    triangle = None
+    if not C.iterative:
+        gram = C.gram(w) * (support_of.unsqueeze(-1) & support_of.unsqueeze(-2))
+        gram.diagonal(dim1=-2, dim2=-1).add_(lift)
+        triangle = torch.linalg.cholesky_ex(gram).L
     x = ray
-    for _ in range(4):
-        x = torch.cholesky_solve(x.where(support_of, 0).unsqueeze(-1), triangle).squeeze(-1)
+    for accuracy in (1e-3, 1e-3, 1e-3, 1e-13):  # the last one takes away what the others left
+        x = x.where(support_of, 0)
+        if triangle is None:
+            x = solve_lifted(C, w, lift, x, ~support_of, accuracy)
+        else:
+            x = torch.cholesky_solve(x.unsqueeze(-1), triangle).squeeze(-1)
         x = (x / x.abs().amax(-1, keepdim=True).clamp_min(1e-290)).nan_to_num(0.0, 0.0, 0.0)
     return x.where(x * ray > 0, 0)
 
@@ -219,15 +229,7 @@ def proves(multipliers: Tensor, A: LinearMap, b: Tensor, activation: Activation)
     given, multipliers = multipliers, torch.ldexp(multipliers, -exponent)
     sound = (torch.ldexp(multipliers, exponent) == given).all(-1)  # none has become 0
     rows = A.shape[0]
-    if A.sparse:
-        linear = A.over(data)
-        y, terms = linear.adjoint(multipliers), linear.abs().adjoint(multipliers.abs())
-        error = (rows + 2) * (torch.finfo(y.dtype).eps * terms + torch.finfo(y.dtype).tiny)
-        unseen = A.over((data != 0).to(data.dtype)).adjoint((multipliers != 0).to(data.dtype)) == 0
-        error = error.masked_fill(unseen, 0)
-    else:
-        pairs = [(data[..., i, :], multipliers[..., i, None]) for i in range(rows)]
-        y, error = _exact_dot(pairs, multipliers)
+    y, error = _pull(A.over(data), multipliers)
     terms = torch.maximum(
         support(y - error, activation.range), support(y + error, activation.range)
     )
@@ -235,6 +237,17 @@ def proves(multipliers: Tensor, A: LinearMap, b: Tensor, activation: Activation)
     slack = (terms.shape[-1] + 4) * torch.finfo(y.dtype).eps * terms.abs().sum(-1)
     sound = sound & y.isfinite().all(-1) & error.isfinite().all(-1)
     return sound & (gain - doubt > terms.sum(-1) + slack)
+
+
+def _pull(A: LinearMap, ν: Tensor) -> tuple[Tensor, Tensor]:
+    """Aᵀν and a bound on its error."""
+    rows, data = A.shape[0], A.data
+    if not A.sparse:
+        return _exact_dot([(data[..., i, :], ν[..., i, None]) for i in range(rows)], ν)
+    y, terms = A.adjoint(ν), A.abs().adjoint(ν.abs())
+    error = (rows + 2) * (torch.finfo(y.dtype).eps * terms + torch.finfo(y.dtype).tiny)
+    unseen = A.over((data != 0).to(data.dtype)).adjoint((ν != 0).to(data.dtype)) == 0
+    return y, error.masked_fill(unseen, 0)
 
 
 def _exact_dot(pairs: list[tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from taut.accept import FLOATS, as_floating, check_dense
+from taut.accept import FLOATS, as_floating
 from taut.activations import Activation
-from taut.maps import as_map
+from taut.maps import as_map, stacked
 from taut.outcome import places
-from taut.prepare import Prepared, Unprepared, stacked
+from taut.prepare import Prepared, Unprepared
 from taut.problems import Inequalities, Linear
 
 
@@ -86,8 +86,8 @@ def _validate(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None, matrix: str 
     given = {"v": v, matrix: A, "b": b} | ({} if init is None else {"init": init})
     if A.layout != torch.strided and (A.ndim != 2 or A.shape[-1] != v.shape[-1]):
         raise ValueError(
-            "a sparse A must be one (I, K) matrix for all samples; got "
-            f"A {tuple(A.shape)} for v {tuple(v.shape)}."
+            f"a sparse {matrix} must be one (I, K) matrix for all samples; got "
+            f"{matrix} {tuple(A.shape)} for v {tuple(v.shape)}."
         )
     for name, x in ((matrix, A), ("b", b)):
         if x.dtype != v.dtype:
@@ -162,13 +162,16 @@ def fitted_sides(v: Any, A: Any, b: Any, G: Any, lower: Any, upper: Any, init: A
         raise ValueError("A and b belong together: A z = b needs both, or neither.")
     A = v.new_zeros(0, v.shape[-1]) if A is None else as_floating("A", A, v.dtype, v.device)
     b = v.new_zeros(0) if b is None else as_floating("b", b, v.dtype, v.device)
-    check_dense(A, "A")
     rows = v.shape[-1]
     if G is not None:
         G = as_floating("G", G, v.dtype, v.device)
-        check_dense(G, "G")
         _validate(v, G, v.new_zeros(G.shape[-2] if G.ndim > 1 else 0), None, "G")
         rows = G.shape[-2]
+        if max(A.ndim, G.ndim) > 2 and not (A.layout is G.layout is torch.strided):
+            raise ValueError(
+                "a sparse matrix is one for all samples, and so must be the other; got "
+                f"A {tuple(A.shape)}, G {tuple(G.shape)}."
+            )
     lower, upper = (
         _side(name, x, none, rows, v, G is not None)
         for name, x, none in (("lower", lower, -torch.inf), ("upper", upper, torch.inf))
@@ -217,7 +220,7 @@ def pose_sides(
         return x.expand(*batch, x.shape[-1]).reshape(n, x.shape[-1])
 
     b, lower, upper = flat(b), flat(lower), flat(upper)
-    data = stacked(A, G) if live else prepared.map.data
+    data = stacked(A, G).data if live else prepared.map.data
     if data.is_inference() and not torch.is_inference_mode_enabled():
         data = data.clone()
     # All that an equation gives to its sides goes to the lower one, which is b.

@@ -16,7 +16,7 @@ from taut.analysis import Basis, Scaled, analyse, glance, unexamined
 from taut.analysis.sifting import sift
 from taut.backends import Backend, Torch, backend_for, backend_within, pull_stably
 from taut.held import Reach, reach
-from taut.maps import LinearMap, as_map
+from taut.maps import LinearMap, as_map, stacked
 from taut.systems import wide
 
 
@@ -81,12 +81,15 @@ class Prepared:
     @cached_property
     def sifted(self) -> Basis:
         """The basis for derivatives: a sparse A is looked at when the first are asked for."""
-        if self.map.sparse and not self.map.iterative:
+        if self.map.sparse and not self.map.iterative and self.alone is None:
             found, scale = sift(self.basis.map), self.basis.scale
             return found if scale is None else Scaled(found, scale)
         return self.basis
 
-    def repeated(self, times: int) -> "Prepared":
+    def joined(self, A: LinearMap, mapped: bool, times: int) -> "Prepared | Unprepared":
+        """For a batch that is `times` this one; where A is `mapped`, each with its own."""
+        if mapped:
+            return self.anew(A)
         if self.map.shared:
             return self
         return self.take(torch.arange(len(self.map.data), device=self.A.device).repeat(times))
@@ -157,8 +160,8 @@ class Unprepared:
     def take(self, index: Tensor) -> "Unprepared":
         return replace(self, map=self.map.take(index))
 
-    def repeated(self, times: int) -> "Unprepared":
-        return self
+    def joined(self, A: LinearMap, mapped: bool, times: int) -> "Unprepared":
+        return self.anew(A) if mapped else self
 
     def anew(self, A: LinearMap) -> "Unprepared":
         """For another A."""
@@ -168,10 +171,9 @@ class Unprepared:
         """Now that A can be looked at."""
         if self.equations is None:
             return _prepared(A.data, self.activation, A, None)
-        data = A.data[..., : self.equations, :]
-        alone = _prepared(data, self.activation, as_map(data), None)
-        G = A.data[..., self.equations :, :]
-        return _kinked(alone, A, G if G.shape[-2] else None, None)
+        equations = A.only(torch.arange(self.equations, device=A.data.device))
+        alone = _prepared(equations.data, self.activation, equations, None)
+        return _kinked(alone, A, None, None)
 
 
 def prepare(
@@ -212,19 +214,7 @@ def examined_with(A: Tensor, G: Tensor, activation: Activation) -> Prepared:
     """`examined`, for A with inequalities."""
     alone, G = examined(A, activation), _plain(G)
     version = None if alone.version is None or G.is_inference() else alone.version + G._version
-    return _kinked(alone, as_map(stacked(alone.A, G)), G, version)
-
-
-def stacked(A: Tensor, G: Tensor | None) -> Tensor:
-    """C = [A; G], flat: for each sample, if one of them is."""
-    A = A if A.ndim < 4 else A.flatten(0, -3)
-    if G is None:
-        return A
-    G = G if G.ndim < 4 else G.flatten(0, -3)
-    if A.ndim == G.ndim == 2:
-        return torch.cat([A, G])
-    n = len(A) if A.ndim == 3 else len(G)
-    return torch.cat([x.expand(n, *x.shape[-2:]) for x in (A, G)], -2)
+    return _kinked(alone, stacked(alone.A, G), G, version)
 
 
 def _kinked(alone: Prepared, C: LinearMap, G: Tensor | None, version: int | None) -> Prepared:
@@ -243,6 +233,8 @@ def _kinked_basis(C: LinearMap) -> Basis:
     """
     data = C.data.detach()
     number = data.where(data.isfinite(), 0).to(wide(data))
+    if C.sparse:
+        return glance(C.over(number))
     basis = analyse(number, 0.0, warn=False)
     if basis.left_out is None and not basis.transformed:
         return basis

@@ -10,10 +10,10 @@ from taut.accept import Numbers, as_floating
 from taut.activations import Activation, resolve
 from taut.autograd import is_transformed, transforming, uncompiled
 from taut.implicit import solve
-from taut.maps import as_map
+from taut.maps import as_map, stacked
 from taut.outcome import failure
 from taut.pose import Given, check_range, fitted, fitted_sides, pose, pose_sides
-from taut.prepare import Prepared, Unprepared, examined, examined_with, stacked
+from taut.prepare import Prepared, Unprepared, examined, examined_with
 from taut.remarks import remarks
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
@@ -164,7 +164,7 @@ def projected_within(
 def known_with(A: Tensor, G: Tensor | None, activation: Activation) -> Prepared | Unprepared:
     """`known`, with inequalities or, where G is None, bounds."""
     if transforming() and (is_transformed(A) or is_transformed(G)):
-        return Unprepared(activation, as_map(stacked(A, G)), A.shape[-2])
+        return Unprepared(activation, stacked(A, G), A.shape[-2])
     if G is None:
         return examined(A, activation).bounded
     return examined_with(A, G, activation)

@@ -89,13 +89,10 @@ class Solution:
         with torch.no_grad():
             C, *others = self._problem.sides
             infeasible = self._outcome.status == Status.INFEASIBLE
-            if C.sparse:
-                found = torch.full_like(self._outcome.residual, torch.inf)
-            else:
-                lower, upper, least, most = (x.detach().double() for x in others)
-                ν = self._outcome.multipliers.detach().double()
-                C = C.over(C.data.detach().double())
-                found = reach_of_proof(ν, C, lower, upper, least, most)
+            lower, upper, least, most = (x.detach().double() for x in others)
+            ν = self._outcome.multipliers.detach().double()
+            C = C.over(C.data.detach().double())
+            found = reach_of_proof(ν, C, lower, upper, least, most)
             found = found.where(infeasible & (found > 0), torch.nan).to(self.z.dtype)
         return found.reshape(self.status.shape)
 

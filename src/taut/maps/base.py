@@ -80,6 +80,14 @@ class LinearMap(ABC):
         """|A|, entry by entry: the scale of rounding in A z."""
 
     @abstractmethod
+    def only(self, rows: Int[Tensor, "m"]) -> "LinearMap":
+        """Some of the rows, in that order; `rows` increases."""
+
+    def norms(self) -> Float[Tensor, "*n I"]:
+        """The length of each row."""
+        return self.data.norm(dim=-1)
+
+    @abstractmethod
     def largest(self) -> Float[Tensor, "*n I"]:
         """max|a| of each equation."""
 

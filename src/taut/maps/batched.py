@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from taut.autograd import lead
@@ -44,6 +44,9 @@ class BatchedMap(LinearMap):
 
     def abs(self) -> "BatchedMap":
         return BatchedMap(self.data.abs())
+
+    def only(self, rows: Int[Tensor, "m"]) -> "BatchedMap":
+        return BatchedMap(self.data[..., rows, :])
 
     def largest(self) -> Float[Tensor, "*batch I"]:
         return torch.linalg.vector_norm(self.data, torch.inf, dim=-1)

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from taut.maps.base import LinearMap
@@ -98,6 +98,9 @@ class DenseMap(LinearMap):
     @cached_property
     def _absolute(self) -> "DenseMap":
         return DenseMap(self.data.abs())
+
+    def only(self, rows: Int[Tensor, "m"]) -> "DenseMap":
+        return DenseMap(self.data[rows])
 
     def largest(self) -> Float[Tensor, "I"]:
         return self._largest

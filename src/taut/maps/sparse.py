@@ -12,7 +12,7 @@ from torch import Tensor
 from taut.maps.base import LinearMap
 from taut.maps.pairs import Pairs
 
-_DENSE_GRAM = 2048  # equations up to which A diag(w) Aᵀ is formed; beyond, it is only applied
+DENSE_GRAM = 2048  # equations up to which A diag(w) Aᵀ is formed; beyond, it is only applied
 
 # torch says once in a process that its CSR tensors are in beta. It says so here, while the module
 # is imported: a filter set later would be one for all threads.
@@ -49,6 +49,14 @@ class Pattern:
             starts, inner[order], values[order], shape, check_invariants=False
         )
         return (matrix @ x.mT).mT
+
+    def only(self, rows: Int[Tensor, "m"]) -> tuple[Int[Tensor, "few"], "Pattern"]:
+        """Some of the rows: which non-zeros stay, and where they are then."""
+        place = torch.full((self.shape[0],), -1, device=self.rows.device)
+        place[rows] = torch.arange(len(rows), device=rows.device)
+        kept = (place[self.rows] >= 0).nonzero().squeeze(-1)
+        shape = (len(rows), self.shape[1])
+        return kept, Pattern(place[self.rows[kept]], self.columns[kept], shape)
 
     @cached_property
     def pairs(self) -> Pairs:
@@ -135,7 +143,7 @@ class SparseMap(LinearMap):
 
     @property
     def iterative(self) -> bool:
-        return self.pattern.shape[0] > _DENSE_GRAM
+        return self.pattern.shape[0] > DENSE_GRAM
 
     def over(self, data: Float[Tensor, "nnz"]) -> "SparseMap":
         return SparseMap(data, self.pattern)
@@ -165,6 +173,13 @@ class SparseMap(LinearMap):
     def _absolute(self) -> "SparseMap":
         return SparseMap(self.data.abs(), self.pattern)
 
+    def only(self, rows: Int[Tensor, "m"]) -> "SparseMap":
+        kept, pattern = self.pattern.only(rows)
+        return SparseMap(self.data[kept], pattern)
+
+    def norms(self) -> Float[Tensor, "I"]:
+        return self.gram_diagonal(torch.ones_like(self.data[:1]).expand(self.shape[1])).sqrt()
+
     def largest(self) -> Float[Tensor, "I"]:
         zeros = self.data.new_zeros(self.shape[0])
         return zeros.scatter_reduce(0, self.pattern.rows, self.data.abs(), "amax")
@@ -181,7 +196,13 @@ class SparseMap(LinearMap):
 
 
 def sparse_map(A: Tensor) -> SparseMap:
-    """The map of a torch sparse matrix; its values keep their gradient."""
+    """The map of a torch sparse matrix; its values keep their gradient.
+
+    Of a dense one, every entry counts, those that are 0 too: they may get a gradient.
+    """
+    if A.layout is torch.strided:
+        rows, columns = torch.ones_like(A, dtype=torch.bool).nonzero(as_tuple=True)
+        return SparseMap(A.reshape(-1), Pattern(rows, columns, (A.shape[0], A.shape[1])))
     if A.layout != torch.sparse_coo:
         A = A.to_sparse_coo()
     A = A.coalesce()

@@ -86,10 +86,7 @@ class Inequalities(Problem):
     ) -> tuple["Inequalities", tuple[Tensor, ...]]:
         each = [lead(x, d, size) for x, d in zip(inputs, dims, strict=True)]
         C = self.prepared.map.joined(inputs[1], dims[1], size, each[0].shape[1])
-        if dims[1] is None:
-            prepared = self.prepared.repeated(size)
-        else:
-            prepared = self.prepared.anew(C)
+        prepared = self.prepared.joined(C, dims[1] is not None, size)
         flat = [x.flatten(0, 1) for x in each]
         return replace(self, prepared=prepared), (flat[0], C.data, *flat[2:])
 

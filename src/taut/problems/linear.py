@@ -71,10 +71,7 @@ class Linear(Problem):
         v, data, b = inputs
         v, b = lead(v, dims[0], size), lead(b, dims[2], size)
         A = self.prepared.map.joined(data, dims[1], size, v.shape[1])
-        if dims[1] is None:
-            prepared = self.prepared.repeated(size)
-        else:
-            prepared = self.prepared.anew(A)
+        prepared = self.prepared.joined(A, dims[1] is not None, size)
         return replace(self, prepared=prepared), (v.flatten(0, 1), A.data, b.flatten(0, 1))
 
     def take(self, index: Int[Tensor, "n"]) -> "Linear":

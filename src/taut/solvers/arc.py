@@ -9,7 +9,7 @@ from torch import Tensor
 from taut.backends import Rules
 from taut.outcome import Status
 from taut.solvers.sides import EPS, TINY, Levels, Point, Sides, masked
-from taut.systems import Factor
+from taut.systems import Factor, solve_lifted
 
 
 @final
@@ -72,7 +72,7 @@ def newton(
         active = (orthant != 0) | sides.equal
         s = s.masked_fill(~active, 0)
         damping = 1e-4 * levels.plain.clamp(max=1.0) if last else torch.zeros_like(levels.plain)
-        step, broken = _direction(sides, point.w, s, active, damping, rules)
+        step, broken = _direction(sides, point.w, s, active, damping, levels.plain, rules)
         progress = progress._replace(broken=progress.broken + broken)
         point = _search(sides, point, step, s, orthant, rules)
     return found
@@ -118,9 +118,23 @@ assert int(Status.CONVERGED) == 0  # noqa: S101
 
 
 def _direction(
-    sides: Sides, w: Tensor, s: Tensor, active: Tensor, damping: Tensor, rules: Rules
+    sides: Sides,
+    w: Tensor,
+    s: Tensor,
+    active: Tensor,
+    damping: Tensor,
+    level: Tensor,
+    rules: Rules,
 ) -> tuple[Tensor, Bool[Tensor, "n"]]:
-    """−H⁻¹s on the active rows, and where those depend on each other."""
+    """−H⁻¹s on the active rows, and where those depend on each other.
+
+    Where H is too large to be formed, only as exact as the `level` of s is worth.
+    """
+    if sides.C.iterative:
+        lift = sides.C.gram_diagonal(w) * (1e-14 + damping.unsqueeze(-1))
+        enough = (0.1 * level).clamp(1e-13, 1e-2)
+        step = solve_lifted(sides.C, w, lift, -s, ~active, enough)
+        return step, torch.zeros_like(active[:, 0])
     gram = sides.C.gram(w)
     diagonal = gram.diagonal(dim1=-2, dim2=-1).clone()
     own = diagonal * (1 + 1e-14 + damping.unsqueeze(-1)) + TINY

@@ -64,7 +64,7 @@ def _equations_first(
     multipliers = torch.nn.functional.pad(first.multipliers, (0, more))
     sides = _sides(problem, _Ends(None))
     z = first.z.to(sides.v.dtype)
-    good = sides.below(problem.equations).keeps(z, 2 * EPS)
+    good = sides.keeps(z, 2 * EPS, problem.equations)
     good = good & (sides.clip(z) == z).all(-1) & ~_empty(sides)
     kept = (first.status == Status.CONVERGED) & good
     decided = kept | (first.status == Status.INFEASIBLE) | (first.status == Status.INCONSISTENT)
@@ -77,9 +77,9 @@ def _equations_first(
 
 def _alone(problem: Inequalities) -> Linear:
     """The equations alone."""
-    prepared = getattr(problem.prepared, "alone", None) or problem.prepared
-    data = problem.data[..., : problem.equations, :]
-    return Linear(prepared, problem.v, data, problem.lower[:, : problem.equations])
+    prepared = getattr(problem.prepared, "alone", problem.prepared)
+    b = problem.lower[:, : problem.equations]
+    return Linear(prepared, problem.v, prepared.map.data, b)
 
 
 def _sides(problem: Inequalities, held: _Ends) -> Sides:

@@ -109,8 +109,10 @@ class _Work:
         for ray in rays(multipliers, sides.C, *ends):
             ray = ray if self.exact else ray.float().double()
             given = (sides.C, sides.lower, sides.upper, *ends)
-            likely = reach_of_proof(ray, *given, safe=False) >= need
-            few = likely.nonzero().squeeze(-1)
+            rough = reach_of_proof(ray, *given, safe=False)
+            if sides.C.iterative and not bool((rough > 0).any()):
+                break  # to refine it takes long, and there is nothing in it
+            few = (rough >= need).nonzero().squeeze(-1)
             if not len(few):
                 continue
             part = sides.take(few)
@@ -135,7 +137,7 @@ class _Work:
         ν = point.multipliers
         if ν.shape[-1]:
             blur = 1 + (sides.v.abs() + point.u.abs()).amax(-1, keepdim=True)
-            idle = ν.abs() * sides.C.abs().data.amax(-1) <= self.rules.idle * blur
+            idle = ν.abs() * sides.C.largest() <= self.rules.idle * blur
             idle = idle & (ν != 0) & ~sides.equal & (status == Status.CONVERGED).unsqueeze(-1)
             index = idle.any(-1).nonzero().squeeze(-1)
             if len(index):

@@ -16,6 +16,7 @@ from torch import Tensor
 from taut.activations import Activation
 from taut.maps import LinearMap
 from taut.solvers.sides import TINY, Sides
+from taut.systems import solve_lifted
 
 _START = 2.0  # the largest logit that the path begins with
 _GROWTH = 3.0  # of t, a step
@@ -49,8 +50,8 @@ class _Rows:
 
     @staticmethod
     def of(sides: Sides) -> "_Rows":
-        norm = sides.C.data.norm(dim=-1).clamp_min(TINY)
-        C = sides.C.over(sides.C.data / norm.unsqueeze(-1))
+        norm = sides.C.norms().clamp_min(TINY)
+        C = sides.C.scaled(norm.reciprocal())
         lower, upper = sides.lower / norm, sides.upper / norm
         boxed = sides.floor is not None and sides.ceiling is not None
         if sides.floor is not None and sides.ceiling is not None:
@@ -245,14 +246,16 @@ class _System:
         self.residuals = _residuals(rows, path)
         grown = torch.minimum(path.t * (_GROWTH - 1), 1 - path.t)
         self.dt, self.moved = grown, grown * rows.apply(self.w * rows.v)
-        self.triangle = self._factor()
-
-    def _factor(self) -> Tensor:
-        count, w = self.rows.C.shape[0], self.w
-        if self.rows.boxed:
+        count, w = rows.C.shape[0], self.w
+        if rows.boxed:
             own = self.Θ[:, count:]
             self.share = (w + own).reciprocal()
             w = w * (own * self.share)
+        self.eased = w  # by bounds on z, which are eliminated
+        self.triangle = None if rows.C.iterative else self._factor(w)
+
+    def _factor(self, w: Tensor) -> Tensor:
+        count = self.rows.C.shape[0]
         gram = self.rows.C.gram(w)
         diagonal = gram.diagonal(dim1=-2, dim2=-1)
         # Relative to each row's own diagonal: rows under exp differ by 14 digits.
@@ -274,7 +277,10 @@ class _System:
         if rows.boxed:
             own = rhs[:, count:]
             first = rhs[:, :count] - rows.C.apply(self.w * own * self.share)
-        solved = torch.cholesky_solve(first.unsqueeze(-1), self.triangle).squeeze(-1)
+        if self.triangle is None:
+            solved = solve_lifted(rows.C, self.eased, self.Θ[:, :count], first, None)
+        else:
+            solved = torch.cholesky_solve(first.unsqueeze(-1), self.triangle).squeeze(-1)
         if not rows.boxed:
             return solved.masked_fill(self.free, 0)
         solved = solved.masked_fill(self.free[:, :count], 0)

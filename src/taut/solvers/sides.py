@@ -13,7 +13,7 @@ from torch import Tensor
 
 from taut.activations import Activation
 from taut.maps import LinearMap
-from taut.systems import Factor
+from taut.systems import Factor, solve_gram
 
 EPS = 2.0**-52
 TINY = 1e-290
@@ -80,11 +80,6 @@ class Sides:
             floor=floor,
             ceiling=ceiling,
         )
-
-    def below(self, first: int) -> "Sides":
-        """Without the rows before `first`."""
-        C = self.C.over(self.C.data[..., first:, :])
-        return replace(self, C=C, lower=self.lower[:, first:], upper=self.upper[:, first:])
 
     @property
     def equal(self) -> Bool[Tensor, "n M"]:
@@ -153,12 +148,12 @@ class Sides:
         r = self.C.apply(z)
         return torch.maximum(self.lower - r, r - self.upper).clamp_min(0)
 
-    def keeps(self, z: Tensor, most: float) -> Bool[Tensor, "n"]:
-        """Is every row within `most` of |side| + |C||z|?"""
+    def keeps(self, z: Tensor, most: float, first: int = 0) -> Bool[Tensor, "n"]:
+        """Is every row from `first` on within `most` of |side| + |C||z|?"""
         off, terms = self.violation(z), self.C.abs().apply(z.abs())
         side = torch.where(self.C.apply(z) < self.lower, self.lower, self.upper)
         size = torch.where(off > 0, side.abs() + terms, 1).clamp_min(TINY)
-        return _worst(off, size) <= most
+        return _worst(off[:, first:], size[:, first:]) <= most
 
     def refined(self, point: Point) -> Point:
         """One more correction where it helps: z −= W C_Fᵀ H⁻¹ s_F, or ν where u moves visibly.
@@ -168,9 +163,7 @@ class Sides:
         active = (point.multipliers != 0) | self.equal
         side = self.held_at(point.multipliers)
         s = torch.where(active, point.r - side, 0)
-        gram = masked(self.C.gram(point.w), active, 1e-12)
-        triangle, info = torch.linalg.cholesky_ex(gram)
-        move = torch.where(active, Factor(triangle, None, None).solve(s), 0)
+        move, solved = self._solve(point.w, active, s)
         shift = self.C.adjoint(move)
         blur = 1 + self.v.abs() + self.C.abs().adjoint(point.multipliers.abs())
         near = (shift.abs() <= 64 * EPS * blur).all(-1, keepdim=True)
@@ -178,12 +171,20 @@ class Sides:
         z = torch.where(near, self.clip(point.z - point.w * shift), moved.z)
         lower, upper = self.activation.range.bounds(z)
         left = torch.where(active, self.C.apply(z) - side, 0)
-        better = (_worst(left, 1.0) < _worst(s, 1.0)) & (info == 0)
+        better = (_worst(left, 1.0) < _worst(s, 1.0)) & solved
         better = better & ((z >= lower) & (z <= upper)).all(-1)
         kept = self.equal | (moved.multipliers * point.multipliers > 0) | ~active
         better = (better & kept.all(-1)).unsqueeze(-1)
         pairs = zip(moved._replace(z=z), point, strict=True)
         return Point(*(torch.where(better, x, y) for x, y in pairs))
+
+    def _solve(self, w: Tensor, active: Tensor, s: Tensor) -> tuple[Tensor, Bool[Tensor, "n"]]:
+        """H⁻¹s on the active rows, and where that could be done."""
+        if self.C.iterative:
+            return solve_gram(self.C, w, s, ~active), torch.ones_like(active[:, 0])
+        gram = masked(self.C.gram(w), active, 1e-12)
+        triangle, info = torch.linalg.cholesky_ex(gram)
+        return torch.where(active, Factor(triangle, None, None).solve(s), 0), info == 0
 
 
 def masked(

@@ -39,13 +39,16 @@ class Split:
         """None where no row of G has one entry only, or each sample has rows of its own."""
         if not C.shared:
             return None
-        single = (C.data != 0).sum(-1) == 1
+        entries = C.over((C.data != 0).to(C.data.dtype))
+        single = entries.apply(C.data.new_ones(1, C.shape[1]))[0] == 1
         single[:equations] = False
         if not bool(single.any()):
             return None
         place = single.nonzero().squeeze(-1)
-        column = C.data[place].abs().argmax(-1)
-        return Split((~single).nonzero().squeeze(-1), place, column, C.data[place, column])
+        order = torch.arange(C.shape[1], device=place.device).to(C.data.dtype)
+        column = entries.apply(order.unsqueeze(0))[0, place].round().long()
+        entry = C.apply(torch.ones_like(order).unsqueeze(0))[0, place]
+        return Split((~single).nonzero().squeeze(-1), place, column, entry)
 
     def box(self, sides: Sides) -> Box:
         """The bounds on z. One at an end of the range or beyond, where z is not, is none."""
@@ -64,7 +67,7 @@ class Split:
 
     def within(self, sides: Sides, box: Box) -> Sides:
         """The other rows, with z clipped."""
-        C = sides.C.over(sides.C.data[self.rest])
+        C = sides.C.only(self.rest)
         lower, upper = sides.lower[:, self.rest], sides.upper[:, self.rest]
         floor = box.floor if sides.floor is None else torch.maximum(sides.floor, box.floor)
         ceiling = box.ceiling
@@ -91,7 +94,7 @@ class Split:
 
         `beyond` says which outputs have a floor above all they may be, or such a ceiling.
         """
-        y = multipliers @ sides.C.data[self.rest]
+        y = sides.C.only(self.rest).adjoint(multipliers)
         above, below = beyond
         empty = (above | below).any(-1, keepdim=True)
         multipliers, y = multipliers.masked_fill(empty, 0), y.masked_fill(empty, 0)

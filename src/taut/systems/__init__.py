@@ -9,6 +9,7 @@ from taut.systems.gram import (
     share as share,
     solve_gram as solve_gram,
     solve_gram_roughly as solve_gram_roughly,
+    solve_lifted as solve_lifted,
 )
 from taut.systems.pull import (
     CONDITION as CONDITION,

@@ -142,16 +142,30 @@ def solve_gram(
 ) -> Float[Tensor, "N I"]:
     """s with A diag(w) Aᵀ s = rhs to rounding; equations in `left_out` get s = 0."""
     if A.iterative:
-        w = _floored(w)
-        diagonal = A.gram_diagonal(w)
-        inverse = torch.where(diagonal > 0, diagonal.reciprocal(), torch.zeros_like(diagonal))
-        eps = torch.finfo(w.dtype).eps
-        return conjugate_gradient(A, w, rhs, inverse.mul, eps, 10 * rhs.shape[-1])
+        return solve_lifted(A, w, None, rhs, left_out)
     factor = factorise(A, w, left_out)
     s = factor.solve(rhs)
     if A.sparse:  # refine, to take back what was added to the diagonal
         s = s + factor.solve(rhs - A.apply(w * A.adjoint(s)))
     return s
+
+
+def solve_lifted(
+    A: LinearMap,
+    w: Float[Tensor, "N K"],
+    lift: Float[Tensor, "N I"] | None,
+    rhs: Float[Tensor, "N I"],
+    left_out: Bool[Tensor, "*n I"] | None,
+    accuracy: float | Float[Tensor, "N"] = 2.0**-52,
+) -> Float[Tensor, "N I"]:
+    """s with (A diag(w) Aᵀ + diag(lift)) s = rhs, by conjugate gradients; 0 in `left_out`."""
+    w = _floored(w)
+    diagonal = A.gram_diagonal(w)
+    diagonal = diagonal if lift is None else diagonal + lift
+    inverse = torch.where(diagonal > 0, diagonal.reciprocal(), torch.zeros_like(diagonal))
+    if left_out is not None:  # then no step has a part there
+        inverse = inverse.masked_fill(left_out, 0)
+    return conjugate_gradient(A, w, rhs, inverse.mul, accuracy, 10 * rhs.shape[-1], lift)
 
 
 @final
@@ -210,11 +224,12 @@ def conjugate_gradient(
     precondition: Callable[[Tensor], Tensor],
     accuracy: float | Float[Tensor, "N"],
     limit: int,
+    lift: Float[Tensor, "N I"] | None = None,
 ) -> Float[Tensor, "N I"]:
     """s with A diag(w) Aᵀ s = rhs, the matrix only applied, never formed.
 
     `accuracy` is that of s in the norm of the preconditioner, relative to the start. A sample
-    that has reached it stands still.
+    that has reached it stands still. `lift` is added to the diagonal.
 
     >>> A, w, rhs = DenseMap(torch.eye(2)), torch.tensor([[2.0, 4.0]]), torch.tensor([[2.0, 2.0]])
     >>> conjugate_gradient(A, w, rhs, lambda r: r / w, 1e-6, 10)
@@ -230,6 +245,7 @@ def conjugate_gradient(
         if not bool(unfinished.any()):
             break
         image = A.apply(A.adjoint(step).mul_(w))
+        image = image if lift is None else image.addcmul_(lift, step)
         length = torch.where(unfinished, energy / (step * image).sum(-1, keepdim=True), zero)
         solution.addcmul_(length, step)
         rest = torch.addcmul(rest, length, image, value=-1)

@@ -65,8 +65,8 @@ class Known(Protocol):
         """For the samples at `index`, where each has its A."""
         ...
 
-    def repeated(self, times: int) -> "Known":
-        """The same for a batch that is `times` this one."""
+    def joined(self, A: LinearMap, mapped: bool, times: int) -> "Known":
+        """For a batch that is `times` this one; where A is `mapped`, each with its own."""
         ...
 
     def anew(self, A: LinearMap) -> "Known":
@@ -174,7 +174,7 @@ class _Pull(torch.autograd.Function):
         w = lead(w, in_dims[0], size)
         A = A.joined(data, in_dims[1], size, w.shape[1])
         if in_dims[1] is None:
-            known = known.repeated(size)
+            known = known.joined(A, False, size)
         g_z, g_u, g_ν = (
             lead(g, d, size).flatten(0, 1) for g, d in zip(grads, in_dims[2:5], strict=True)
         )
