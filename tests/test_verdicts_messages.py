@@ -13,7 +13,7 @@ from taut.outcome import explain
 
 
 def test_statuses_are_the_contract():
-    names = ["CONVERGED", "MAX_ITERATIONS", "INFEASIBLE", "INCONSISTENT", "NONFINITE"]
+    names = "CONVERGED MAX_ITERATIONS INFEASIBLE INCONSISTENT NONFINITE STUCK NOT_NEAREST".split()
     assert [status.name for status in Status] == names
     assert Status.CONVERGED == 0
 

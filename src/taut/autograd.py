@@ -1,6 +1,7 @@
 """torch's private names, each once: what torch.func does to tensors, and cheap autograd calls."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +32,23 @@ def is_transformed(x: Any) -> bool:
     return isinstance(x, Tensor) and (
         functorch.is_functorch_wrapped_tensor(x) or functorch.is_legacy_batchedtensor(x)
     )
+
+
+def is_followed(x: Tensor) -> bool:
+    """Is x mapped by vmap, or are derivatives taken in it, at any level of torch.func or none?
+
+    What is made of plain tensors inside a transform is wrapped too, and yet plain.
+
+    >>> is_followed(torch.zeros(1)), is_followed(torch.zeros(1, requires_grad=True))
+    (False, True)
+    """
+    functorch = torch._C._functorch  # pyright: ignore
+    while True:
+        if x.requires_grad or functorch.is_batchedtensor(x) or is_dual(x):
+            return True
+        if not functorch.is_functorch_wrapped_tensor(x):
+            return False
+        x = functorch.get_unwrapped(x)
 
 
 def is_dual(x: Tensor) -> bool:
@@ -102,6 +120,16 @@ def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """
     # Not a decorator: it loads the whole compiler, which nobody needs before one is at work.
     return torch.compiler.disable(function)
+
+
+def outside_inference() -> AbstractContextManager[Any]:
+    """Turns inference mode off, where it is on: nothing can be differentiated in it.
+
+    Not elsewhere: `torch.inference_mode(False)` makes transforms of torch.func blind.
+    """
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return nullcontext()
 
 
 def lead(x: Tensor, dim: int | None, size: int) -> Tensor:

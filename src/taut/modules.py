@@ -1,27 +1,34 @@
 """Thin nn.Modules over `project`: the Lagrange units of the paper as layers."""
 
 import warnings
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from taut.accept import Numbers, as_floating, check_matrix
+from taut.accept import Numbers, as_floating, check_exportable, check_h, check_matrix
 from taut.activations import Activation, resolve
 from taut.autograd import is_transformed, transforming, uncompiled
 from taut.losses import Reduction, matched_loss
 from taut.maps import as_map
 from taut.memory import LagrangeMemory
 from taut.outcome import FailureWarning
-from taut.pose import fitted, fitted_sides
+from taut.pose import fitted, fitted_curved, fitted_sides
 from taut.prepare import Prepared, Unprepared, examined, examined_with
+from taut.problems.surface import Equations
 from taut.projection import (
+    Init,
     OnFailure,
+    begin,
     check_settings,
+    curved,
     known,
     known_with,
+    pair,
     projected,
+    projected_curved,
     projected_within,
 )
 from taut.solution import Solution
@@ -33,8 +40,9 @@ from taut.training import loss_at_once
 class Projection(nn.Module):
     """The last layer of a constrained network: v → z with A z = b, and lower ≤ G z ≤ upper.
 
-    Without G, `lower` and `upper` bound z itself. Matrices and sides are buffers: they move with
-    `.to()` and are in the `state_dict`. A matrix that is an `nn.Parameter` stays one, and is
+    Without G, `lower` and `upper` bound z itself. `h` adds nonlinear equations h(z, *params) = 0,
+    as in `taut.project`; `params` come with each call. Matrices and sides are buffers: they move
+    with `.to()` and are in the `state_dict`. A matrix that is an `nn.Parameter` stays one, and is
     learned. Sides given to `forward` or `solve` go before those given here: None keeps the
     layer's, ±inf lifts it.
 
@@ -59,12 +67,16 @@ class Projection(nn.Module):
         G: Float[Tensor, "*G_batch M K"] | Numbers | None = None,
         lower: Float[Tensor, "..."] | Numbers | float | None = None,
         upper: Float[Tensor, "..."] | Numbers | float | None = None,
+        h: Equations | None = None,
         activation: str | Activation = "linear",
         solver: Solver = Newton(),
         on_failure: OnFailure = "raise",
     ):
         super().__init__()
         check_settings(solver, on_failure)
+        if h is not None:
+            check_h(h, G is not None or lower is not None or upper is not None)
+        self.h = h
         dtype, device = _own_dtype(A if A is not None else G), None
         given: dict[str, Any] = {"A": A, "G": G, "b": b, "lower": lower, "upper": upper}
         for name, x in given.items():
@@ -94,9 +106,10 @@ class Projection(nn.Module):
         *,
         lower: Float[Tensor, "..."] | float | None = None,
         upper: Float[Tensor, "..."] | float | None = None,
+        params: Sequence[Float[Tensor, "..."]] = (),
     ) -> Float[Tensor, "*batch K"]:
         """z alone. Where `on_failure` is "return", the first samples that fail are warned of."""
-        solution = self.solve(v, b, lower=lower, upper=upper)
+        solution = self.solve(v, b, lower=lower, upper=upper, params=params)
         if solution._outcome.failed > 0 and not self._warned:
             self._warned = True
             warnings.warn(
@@ -111,15 +124,21 @@ class Projection(nn.Module):
         self,
         v: Float[Tensor, "*batch K"],
         b: Float[Tensor, "*b_batch I"] | None = None,
-        init: Float[Tensor, "*batch multipliers"] | Solution | None = None,
+        init: Init = None,
         *,
         lower: Float[Tensor, "..."] | float | None = None,
         upper: Float[Tensor, "..."] | float | None = None,
+        params: Sequence[Float[Tensor, "..."]] = (),
     ) -> Solution:
         """The whole `Solution`; `init` starts the multipliers, for example from a memory."""
         if torch.compiler.is_compiling():
-            return uncompiled(self.solve)(v, b, init, lower=lower, upper=upper)
-        init = init.multipliers if isinstance(init, Solution) else init
+            check_exportable(self.h)
+            return uncompiled(self.solve)(v, b, init, lower=lower, upper=upper, params=params)
+        if self.h is not None or params:
+            sided = lower is not None or upper is not None
+            return self._solve_curved(v, b, init, params, sided)
+        if init is not None and not isinstance(init, Tensor):
+            init = begin(init)
         b, A = self.b if b is None else b, self.A
         # Asked of the buffers, as an attribute takes long to find: one that is not among them has
         # become a parameter.
@@ -149,6 +168,7 @@ class Projection(nn.Module):
         *,
         lower: Float[Tensor, "..."] | float | None = None,
         upper: Float[Tensor, "..."] | float | None = None,
+        params: Sequence[Float[Tensor, "..."]] = (),
         memory: LagrangeMemory | None = None,
         index: Int[Tensor, "*batch"] | None = None,
         reduction: Reduction = "mean",
@@ -173,18 +193,28 @@ class Projection(nn.Module):
             )
         own = self._buffers
         free = own.get("G", own) is own.get("lower", own) is own.get("upper", own) is None
-        if free and lower is None and upper is None:
+        if free and lower is None and upper is None and self.h is None and not params:
             given = v, self.A, self.b if b is None else b, y
             table = None if memory is None else memory.multipliers
             found = loss_at_once(self._known, self.solver, given, table, index, reduction)
             if found is not None:
                 return found
         init = None if memory is None or index is None else memory[index]
-        solution = self.solve(v, b, init, lower=lower, upper=upper)
+        solution = self.solve(v, b, init, lower=lower, upper=upper, params=params)
         loss = matched_loss(solution, y, reduction)
         if memory is not None and index is not None:
             memory.store(index, solution)
         return loss
+
+    def _solve_curved(self, v: Tensor, b: Any, init: Any, params: Any, sided: bool) -> Solution:
+        if self.h is None:
+            raise ValueError(
+                "params are what h takes after z, and this layer has no h: Projection(A, b, h=h)."
+            )
+        check_h(self.h, sided)
+        given = fitted_curved(v, self.A, self.b if b is None else b, params, pair(init))
+        known = curved(self._known(given.A), self.h)
+        return projected_curved(known, given, True, self.solver, self.on_failure)
 
     def _known(
         self, A: Tensor, G: Tensor | None = None, sided: bool = False
@@ -214,6 +244,9 @@ class Projection(nn.Module):
     def extra_repr(self) -> str:
         given = {"A": self.A, "G": self.G}
         shapes = ", ".join(f"{k}={tuple(x.shape)}" for k, x in given.items() if x is not None)
+        if self.h is not None:
+            name = getattr(self.h, "__name__", type(self.h).__name__)
+            shapes = f"{shapes}, h={name}" if shapes else f"h={name}"
         shapes = f"{shapes}, " if shapes else ""
         return f"{shapes}activation={self.activation.name!r}, solver={self.solver}"
 
@@ -263,8 +296,14 @@ class LagrangeHead(nn.Module):
         G: Float[Tensor, "M K"] | None = None,
         lower: Float[Tensor, "..."] | float | None = None,
         upper: Float[Tensor, "..."] | float | None = None,
+        h: Any = None,
     ):
         super().__init__()
+        if h is not None:
+            raise NotImplementedError(
+                "LagrangeHead knows no h: multipliers of nonlinear equations do not give z, as "
+                "their weights J(z) depend on it. Use taut.Projection(A, b, h=h)."
+            )
         for name, x in (("A", A), ("G", G)):
             if x is not None and x.ndim != 2:
                 raise ValueError(

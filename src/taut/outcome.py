@@ -19,7 +19,8 @@ class Status(IntEnum):
     """
 
     CONVERGED = 0
-    """A z = b holds to rounding."""
+    """A z = b holds to rounding. With h, also h(z) = 0, and no neighbour of z that satisfies the
+    equations is as near to σ(v). That z is the nearest of all is not promised."""
     MAX_ITERATIONS = 1
     """Not decided."""
     INFEASIBLE = 2
@@ -27,7 +28,11 @@ class Status(IntEnum):
     INCONSISTENT = 3
     """Redundant equations contradict one another."""
     NONFINITE = 4
-    """NaN or inf in v, A or b, or an overflow."""
+    """NaN or inf in v, A, b or params, an overflow, or h is not a number wherever it was tried."""
+    STUCK = 5
+    """With h: its violation has a minimum above 0 here. Probably there is no solution; no proof."""
+    NOT_NEAREST = 6
+    """With h: z satisfies the equations and is stationary, but a neighbour is as near or nearer."""
 
     @classmethod
     def _missing_(cls, value: object) -> "Status | None":
@@ -60,8 +65,18 @@ _MESSAGES = {
         "Make b consistent (b = A y for some y), or drop the redundant equations"
     ),
     Status.NONFINITE: (
-        "v, A or b holds NaN or inf, or overflows in this dtype. Look upstream for the first "
+        "v, A, b or params hold NaN or inf, or overflow in this dtype. Look upstream for the first "
         "non-finite value, or solve in float64"
+    ),
+    Status.STUCK: (
+        "the violation has a minimum above 0 here, so probably no z near it satisfies A z = b; "
+        "this is no proof. Check the equations and params, or start elsewhere: init=(u, "
+        "multipliers) with u = activation.inverse(y) of a y that satisfies them"
+    ),
+    Status.NOT_NEAREST: (
+        "z satisfies A z = b but is not the nearest such point, not even among its neighbours: a "
+        "saddle, or one of several equally near, as at the centre of a sphere. It may be used as "
+        "it is; it has no gradient. Move v a little, or start elsewhere with init"
     ),
 }
 

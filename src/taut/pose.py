@@ -10,7 +10,7 @@ from taut.activations import Activation
 from taut.maps import as_map, stacked
 from taut.outcome import places
 from taut.prepare import Prepared, Unprepared
-from taut.problems import Inequalities, Linear
+from taut.problems import Inequalities, Linear, Nonlinear
 
 
 def fitted(v: Any, A: Any, b: Any, init: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -232,3 +232,97 @@ def pose_sides(
     group = v.shape[-2] if v.ndim > 1 else 1
     own = (v.reshape(n, v.shape[-1]), data, *sides, bounds, A.shape[-2], start, group)
     return Inequalities(prepared, *own), batch  # pyright: ignore
+
+
+#: Outputs up to which a sparse A is made dense beside h: the solver factorises K×K matrices.
+DENSE = 500
+
+
+@final
+class Curved(NamedTuple):
+    """Nonlinear equations, and A z = b beside them, as tensors that make a problem."""
+
+    v: Tensor
+    A: Tensor
+    b: Tensor
+    params: tuple[Tensor, ...]
+    init: Tensor | None  # multipliers, or u and then these
+
+
+def fitted_curved(v: Any, A: Any, b: Any, params: Any, init: Any) -> Curved:
+    """`fitted` for h(z, *params) = 0, with A z = b or without."""
+    if isinstance(v, Tensor) and not v.is_floating_point():
+        raise TypeError(f"v must hold floating numbers; got {v.dtype}. Try v.float().")
+    v = as_floating("v", v, None)
+    if v.ndim < 1:
+        raise ValueError(f"v must be (*batch, K); got {tuple(v.shape)}.")
+    if (A is None) != (b is None):
+        raise ValueError("A and b belong together: A z = b needs both, or neither.")
+    A = v.new_zeros(0, v.shape[-1]) if A is None else as_floating("A", A, v.dtype, v.device)
+    b = v.new_zeros(0) if b is None else as_floating("b", b, v.dtype, v.device)
+    _validate(v, A, b, None)
+    if A.layout is not torch.strided and A.shape[-1] > DENSE:
+        raise NotImplementedError(
+            f"beside h a sparse A is made dense, up to K = {DENSE} outputs; got A "
+            f"{tuple(A.shape)}. Solve blocks of outputs apart, or pass A.to_dense() if there is "
+            "room for K×K numbers a sample."
+        )
+    return Curved(v, A, b, _parameters(params, v), _begin(init, v))
+
+
+def _parameters(params: Any, v: Tensor) -> tuple[Tensor, ...]:
+    """Of each sample, in the dtype of v."""
+    if isinstance(params, Tensor) or not isinstance(params, (tuple, list)):
+        raise TypeError(
+            f"params must be a tuple, what h takes after z; got {type(params).__name__}. One "
+            "alone is params=(p,)."
+        )
+    batch, found = v.shape[:-1], []
+    for i, p in enumerate(params):
+        p = as_floating(f"params[{i}]", p, v.dtype, v.device)
+        if p.dtype != v.dtype:
+            raise TypeError(
+                f"v is {v.dtype} and params[{i}] is {p.dtype}: convert it with .to(v.dtype)."
+            )
+        if p.device != v.device:
+            raise ValueError(f"v is on {v.device} and params[{i}] on {p.device}: move one of them.")
+        if p.shape[: len(batch)] != batch:
+            raise ValueError(
+                f"params[{i}] must begin with the batch dimensions of v, {tuple(batch)}, as each "
+                f"sample has its own; got {tuple(p.shape)}. What all samples share is a constant "
+                f"of h, or, where it is learned, p.expand{(*batch, '…')}."
+            )
+        found.append(p)
+    return tuple(found)
+
+
+def _begin(init: Any, v: Tensor) -> Tensor | None:
+    """Multipliers, or u and then multipliers, for each sample."""
+    if init is None:
+        return None
+    pair = isinstance(init, (tuple, list)) and len(init) == 2 and isinstance(init[0], Tensor)
+    parts = [as_floating("init", x, v.dtype, v.device) for x in (init if pair else (init,))]
+    batch = v.shape[:-1]
+    for part, columns in zip(parts, ((v.shape[-1], None) if pair else (None,)), strict=True):
+        wrong = part.ndim < 1 or part.shape[:-1] not in ((), batch)
+        if wrong or (columns is not None and part.shape[-1] != columns):
+            raise ValueError(
+                "init must be multipliers, or a pair (u, multipliers), for each sample or once for "
+                f"all; got {', '.join(str(tuple(x.shape)) for x in parts)} for v {tuple(v.shape)}."
+            )
+    return torch.cat([x.detach().expand(*batch, x.shape[-1]) for x in parts], -1)
+
+
+def pose_curved(
+    prepared: Prepared | Unprepared, given: Curved, live: bool
+) -> tuple[Nonlinear, torch.Size]:
+    """The samples, flat, and their batch dimensions; `live` says that A gets a gradient."""
+    v, A, b, params, init = given
+    batch, n = v.shape[:-1], v.shape[:-1].numel()
+    data = _data(prepared, A if live else None)
+    b = b.expand(*batch, b.shape[-1]).reshape(n, b.shape[-1])
+    params = tuple(p.reshape(n, *p.shape[len(batch) :]) for p in params)
+    start = None if init is None else init.reshape(n, init.shape[-1])
+    group = v.shape[-2] if v.ndim > 1 else 1
+    flat = v.reshape(n, v.shape[-1])
+    return Nonlinear(prepared, flat, data, b, params, start, group), batch  # pyright: ignore

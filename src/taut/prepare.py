@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from taut.accept import Numbers, as_floating, check_matrix
+from taut.accept import Numbers, as_floating, check_h, check_matrix
 from taut.activations import Activation, resolve
 from taut.activations.codes import is_line, width
 from taut.analysis import Basis, Scaled, analyse, glance, unexamined
@@ -17,6 +17,7 @@ from taut.analysis.sifting import sift
 from taut.backends import Backend, Torch, backend_for, backend_within, pull_stably
 from taut.held import Reach, reach
 from taut.maps import LinearMap, as_map, stacked
+from taut.problems.surface import Equations
 from taut.systems import wide
 
 
@@ -41,7 +42,8 @@ class Prepared:
     finite: bool  # does A hold numbers only?
     version: int | None  # of A when it was looked at
     G: Tensor | None = None  # as given, detached
-    alone: "Prepared | None" = None  # A without G, where there are inequalities or bounds
+    alone: "Prepared | None" = None  # A by itself, where there is more: G, bounds, h
+    h: Equations | None = None  # h(z, *params) = 0
 
     pull_stably = staticmethod(pull_stably)
 
@@ -96,8 +98,9 @@ class Prepared:
 
     def anew(self, A: LinearMap) -> "Unprepared":
         """For another A, which cannot be looked at yet."""
-        equations = None if self.alone is None else self.alone.map.shape[0]
-        return Unprepared(self.activation, A, equations)
+        if self.alone is None or self.h is not None:
+            return Unprepared(self.activation, A, h=self.h)
+        return Unprepared(self.activation, A, self.alone.map.shape[0])
 
     def take(self, index: Tensor) -> "Prepared":
         """For the samples at `index`, where each has its A."""
@@ -116,6 +119,10 @@ class Prepared:
             backend = backend_within(basis, self, self.activation)  # pyright: ignore
         return replace(self, basis=basis, backend=backend, alone=self)
 
+    def curved(self, h: Equations) -> "Prepared":
+        """The same with nonlinear equations beside A z = b."""
+        return replace(self, backend=Torch(), alone=self, h=h)
+
     def changed(self) -> bool:
         """Was A written to since it was looked at?"""
         if self.version is None:
@@ -123,9 +130,9 @@ class Prepared:
         return self.A._version + (0 if self.G is None else self.G._version) != self.version
 
     def __reduce__(self) -> tuple:
-        if self.alone is not None and self.G is None:
+        if self.alone is not None and self.G is self.h is None:
             return attrgetter("bounded"), (self.alone,)
-        return partial(prepare, G=self.G), (self.A, self.activation)
+        return partial(prepare, G=self.G, h=self.h), (self.A, self.activation)
 
 
 @final
@@ -136,6 +143,7 @@ class Unprepared:
     activation: Activation
     map: LinearMap
     equations: int | None = None  # how many rows are A's, where there are inequalities or bounds
+    h: Equations | None = None
     finite: bool = False
     backend: Backend = field(default_factory=Torch)
 
@@ -169,6 +177,8 @@ class Unprepared:
 
     def prepared(self, A: LinearMap) -> Prepared:
         """Now that A can be looked at."""
+        if self.h is not None:
+            return _prepared(A.data, self.activation, A, None).curved(self.h)
         if self.equations is None:
             return _prepared(A.data, self.activation, A, None)
         equations = A.only(torch.arange(self.equations, device=A.data.device))
@@ -177,19 +187,25 @@ class Unprepared:
 
 
 def prepare(
-    A: Float[Tensor, "*batch I K"] | Numbers | None,
+    A: Float[Tensor, "*batch I K"] | Numbers | None = None,
     activation: str | Activation = "linear",
     *,
     G: Float[Tensor, "*G_batch M K"] | Numbers | None = None,
+    h: Equations | None = None,
 ) -> Prepared:
-    """Look at A, G and σ once, for many calls of `project`.
+    """Look at A, G and σ once, for many calls of `project`; h, nonlinear equations, goes with them.
 
     >>> prepare(torch.ones(2, 3), "sigmoid").basis.condition
     tensor(1., dtype=torch.float64)
     """
-    if A is None and G is None:
-        raise ValueError("there is nothing to prepare: pass A, G, or both.")
+    if A is None and G is None and h is None:
+        raise ValueError("there is nothing to prepare: pass A, G, h, or several of them.")
     chosen = resolve(activation)
+    if h is not None:
+        check_h(h, G is not None)
+        # Without A, how many outputs there are is known when v comes.
+        alone = torch.zeros(0, width(chosen) or 1) if A is None else _fixed(A, "A")
+        return examined(alone, chosen).curved(h)
     if G is None:
         return examined(_fixed(A, "A"), chosen)
     rows = _fixed(G, "G")

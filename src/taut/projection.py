@@ -1,24 +1,40 @@
 """taut.project: pose, numbers, derivatives, answer."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from taut.accept import Numbers, as_floating
+from taut.accept import Numbers, as_floating, check_exportable, check_h
 from taut.activations import Activation, resolve
 from taut.autograd import is_transformed, transforming, uncompiled
 from taut.implicit import solve
 from taut.maps import as_map, stacked
 from taut.outcome import failure
-from taut.pose import Given, check_range, fitted, fitted_sides, pose, pose_sides
+from taut.pose import (
+    Curved,
+    Given,
+    check_range,
+    fitted,
+    fitted_curved,
+    fitted_sides,
+    pose,
+    pose_curved,
+    pose_sides,
+)
 from taut.prepare import Prepared, Unprepared, examined, examined_with
+from taut.problems import Problem
+from taut.problems.surface import Equations
 from taut.remarks import remarks
 from taut.solution import Solution
 from taut.solvers import Newton, Solver
 
 OnFailure = Literal["raise", "return"]
+#: Where to start: multipliers, a solution, or a pair (u, multipliers).
+Init = Float[Tensor, "*init_batch multipliers"] | Solution | tuple[Tensor, Tensor] | None
 
 
 def project(
@@ -29,12 +45,20 @@ def project(
     G: Float[Tensor, "*G_batch M K"] | Numbers | None = None,
     lower: Float[Tensor, "*lower_batch"] | Numbers | float | None = None,
     upper: Float[Tensor, "*upper_batch"] | Numbers | float | None = None,
+    h: Equations | None = None,
+    params: Sequence[Float[Tensor, "..."] | Numbers] = (),
     activation: str | Activation | None = None,
     solver: Solver = Newton(),
-    init: Float[Tensor, "*init_batch multipliers"] | Solution | None = None,
+    init: Init = None,
     on_failure: OnFailure = "raise",
 ) -> Solution:
     """The Bregman projection of σ(v) on {z : A z = b, lower ≤ G z ≤ upper}: z = σ(v + Aᵀλ + Gᵀν).
+
+    With `h` it is that on {z : A z = b, h(z, *params) = 0}. h is a function of a flat batch, (N, K)
+    and params with N in front to (N, M), in torch, twice differentiable; each of `params` is
+    (*batch, …) and gets gradients. It is called with float64. That set is curved: CONVERGED says
+    that z satisfies the equations to rounding and is nearer than its neighbours there, not that it
+    is the nearest of all, and a failure proves nothing. There are no G and bounds beside h.
 
     Without G, `lower` and `upper` bound z itself, which is then clipped: exactly at its bounds,
     with no multipliers. A side is a number, (M,) or (*batch, M); None or ±inf is none.
@@ -44,6 +68,7 @@ def project(
     given here or to `prepare`. Lists and NumPy arrays become tensors of v's dtype. The solve runs
     in float64 whatever that is; autocast does not reach inside, and a half-precision v gives a
     float32 z.
+    `init` is where to start: multipliers, a Solution, or a pair (u, multipliers).
     `z`, `multipliers` and `u` are differentiable in v, A and b, twice. Each sample of the batch
     is judged alone; `on_failure` says whether one that fails raises `SolveError` or is returned
     with its `status`, z as far as it got, and zero gradients.
@@ -54,13 +79,21 @@ def project(
     tensor([0.0900, 0.2447, 0.6652])
     >>> taut.project(v / 2, torch.ones(1, 3), torch.ones(1), lower=0.0).z  # sparsemax
     tensor([0.0000, 0.2500, 0.7500])
+    >>> circle = lambda z, radius: z.norm(dim=-1, keepdim=True) - radius
+    >>> taut.project(torch.tensor([3.0, 4.0]), h=circle, params=(torch.ones(1),)).z
+    tensor([0.6000, 0.8000])
     """
     if torch.compiler.is_compiling():
+        check_exportable(h or getattr(A, "h", None))
         options = {"activation": activation, "solver": solver, "init": init}
-        sides = {"G": G, "lower": lower, "upper": upper}
+        sides = {"G": G, "lower": lower, "upper": upper, "h": h, "params": params}
         return uncompiled(project)(v, A, b, **sides, **options, on_failure=on_failure)
     check_settings(solver, on_failure)
-    init = init.multipliers if isinstance(init, Solution) else init
+    if h is not None or params or getattr(A, "h", None) is not None:
+        sided = G is not None or lower is not None or upper is not None
+        return _curved(v, A, b, (h, params, sided), activation, solver, init, on_failure)
+    if init is not None and not isinstance(init, Tensor):
+        init = begin(init)
     if G is not None or lower is not None or upper is not None or A is None or b is None:
         return _within(v, A, b, (G, lower, upper), activation, solver, init, on_failure)
     if isinstance(A, Prepared):
@@ -81,9 +114,11 @@ def reconcile(
     G: Float[Tensor, "*G_batch M K"] | Numbers | None = None,
     lower: Float[Tensor, "*lower_batch"] | Numbers | float | None = None,
     upper: Float[Tensor, "*upper_batch"] | Numbers | float | None = None,
+    h: Equations | None = None,
+    params: Sequence[Float[Tensor, "..."] | Numbers] = (),
     activation: str | Activation | None = None,
     solver: Solver = Newton(),
-    init: Float[Tensor, "*init_batch multipliers"] | Solution | None = None,
+    init: Init = None,
     on_failure: OnFailure = "raise",
 ) -> Solution:
     """The nearest z to y that satisfies the constraints, for predictions y that are there already.
@@ -105,8 +140,9 @@ def reconcile(
     if on_failure == "raise" and not transforming():
         check_range("y", y, chosen)
     v = _predictor(y, chosen)
+    sides = {"G": G, "lower": lower, "upper": upper, "h": h, "params": params}
     options = {"activation": activation, "solver": solver, "init": init}
-    return project(v, A, b, G=G, lower=lower, upper=upper, **options, on_failure=on_failure)
+    return project(v, A, b, **sides, **options, on_failure=on_failure)
 
 
 def _predictor(y: Tensor, activation: Activation) -> Tensor:
@@ -152,13 +188,7 @@ def projected_within(
         with torch.autocast(device, enabled=False):
             return projected_within(prepared, given, live, solver, on_failure)
     problem, batch = pose_sides(prepared, given, live)
-    outcome = solve(problem, solver, on_failure == "raise")
-    solution = Solution(problem, outcome, batch)
-    if on_failure == "raise" and outcome.failed > 0:
-        raise failure(
-            solution.status, solution.residual, remarks(problem, outcome), problem.statement
-        )
-    return solution
+    return _answered(problem, batch, solver, on_failure)
 
 
 def known_with(A: Tensor, G: Tensor | None, activation: Activation) -> Prepared | Unprepared:
@@ -168,6 +198,91 @@ def known_with(A: Tensor, G: Tensor | None, activation: Activation) -> Prepared 
     if G is None:
         return examined(A, activation).bounded
     return examined_with(A, G, activation)
+
+
+def begin(init: Any) -> Any:
+    """The multipliers to start A z = b and inequalities from: u follows from them."""
+    if isinstance(init, Solution):
+        return init.multipliers
+    if isinstance(init, tuple) and len(init) == 2 and isinstance(init[0], Tensor):
+        return init[1]
+    return init
+
+
+def _curved(
+    v: Any,
+    A: Any,
+    b: Any,
+    equations: tuple,
+    activation: str | Activation | None,
+    solver: Solver,
+    init: Any,
+    on_failure: OnFailure,
+) -> Solution:
+    """`project` with nonlinear equations."""
+    h, params, sided = equations
+    if isinstance(A, Prepared):
+        if h is not None or A.h is None:
+            raise ValueError(
+                "a Prepared has its h already: prepare(A, activation, h=h), and leave h out here."
+            )
+        check_h(A.h, sided)
+        prepared = _usable(A, activation)
+        if prepared.A.shape[-2] == 0 and b is None:
+            given = fitted_curved(v, None, None, params, pair(init))
+            prepared = known_curved(given.A, A.h, prepared.activation)
+        else:
+            given = fitted_curved(v, prepared.A, b, params, pair(init))
+        return projected_curved(prepared, given, False, solver, on_failure)
+    if h is None:
+        raise ValueError("params are what h takes after z, and there is no h: pass h=….")
+    check_h(h, sided)
+    chosen = resolve("linear" if activation is None else activation)
+    given = fitted_curved(v, A, b, params, pair(init))
+    prepared = known_curved(given.A, h, chosen)
+    return projected_curved(prepared, given, True, solver, on_failure)
+
+
+def pair(init: Any) -> Any:
+    """Where to start nonlinear equations: a solution is its u and its multipliers."""
+    return (init.u, init.multipliers) if isinstance(init, Solution) else init
+
+
+def known_curved(A: Tensor, h: Equations, activation: Activation) -> Prepared | Unprepared:
+    """`known`, with nonlinear equations."""
+    return curved(known(A, activation), h)
+
+
+def curved(known: Prepared | Unprepared, h: Equations) -> Prepared | Unprepared:
+    """The same with nonlinear equations."""
+    return replace(known, h=h) if isinstance(known, Unprepared) else known.curved(h)
+
+
+def projected_curved(
+    prepared: Prepared | Unprepared,
+    given: Curved,
+    live: bool,
+    solver: Solver,
+    on_failure: OnFailure,
+) -> Solution:
+    """`projected` with nonlinear equations; `live` says that A gets a gradient."""
+    with torch.autocast(given.v.device.type, enabled=False):
+        problem, batch = pose_curved(prepared, given, live)
+        if transforming():
+            problem.check_closure()
+        return _answered(problem, batch, solver, on_failure)
+
+
+def _answered(
+    problem: Problem, batch: torch.Size, solver: Solver, on_failure: OnFailure
+) -> Solution:
+    """The solution, or the error that names the samples without one."""
+    outcome = solve(problem, solver, on_failure == "raise")
+    solution = Solution(problem, outcome, batch)
+    if on_failure == "raise" and outcome.failed > 0:
+        remark, statement = remarks(problem, outcome), problem.statement
+        raise failure(solution.status, solution.residual, remark, statement)
+    return solution
 
 
 def projected(

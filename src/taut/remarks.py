@@ -1,6 +1,7 @@
 """What is said of samples that fail, beside their verdict: which rows clash, and what they ask."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple, final
 
 import torch
@@ -11,7 +12,7 @@ from taut.certificate import rays
 from taut.held import reach
 from taut.maps import DenseMap, LinearMap
 from taut.outcome import Outcome, Remark, Status
-from taut.problems import Inequalities, Linear, Problem
+from taut.problems import Inequalities, Linear, Nonlinear, Problem
 
 _FEW = 4  # rows that are named
 _CLEAR = 1e-9  # of what is asked and what is left: so much they must differ to be told
@@ -24,9 +25,13 @@ def remarks(problem: Problem, outcome: Outcome) -> Remark:
     """What can be said of the verdict on a sample: a sentence, or nothing."""
 
     def remark(verdict: Status, sample: int) -> str:
-        if not isinstance(problem, Linear | Inequalities):
-            return problem.remark(verdict, sample)
         if verdict not in (Status.INFEASIBLE, Status.INCONSISTENT):
+            return problem.remark(verdict, sample)
+        if isinstance(problem, Nonlinear):  # proven of A z = b, whatever h is
+            own = outcome.multipliers[:, : problem.b.shape[-1]]
+            alone = remarks(problem.equations(), replace(outcome, multipliers=own))
+            return f" A z = b alone has none.{alone(verdict, sample)}"
+        if not isinstance(problem, Linear | Inequalities):
             return problem.remark(verdict, sample)
         with torch.no_grad():
             one = problem.take(torch.tensor([sample], device=problem.v.device))

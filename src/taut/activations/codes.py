@@ -78,6 +78,24 @@ def width(activation: Activation) -> int | None:
     return next((len(x) for x in numbers if isinstance(x, Tensor) and x.ndim), None)
 
 
+def units(activation: Activation, outputs: int) -> Float[Tensor, "K"]:
+    """The u that is a unit to σ, for each output: its temperature; inf where σ is a line.
+
+    >>> from taut.activations import mixed, tempered
+    >>> units(mixed(["exp", tempered("sigmoid", 0.5), "linear"]), 3)
+    tensor([1.0000, 0.5000,    inf], dtype=torch.float64)
+    """
+    found = torch.ones(outputs, dtype=torch.float64, device="cpu")
+    for part, place in _parts(activation, outputs):
+        form = part._form
+        if is_line(part):
+            found[place] = torch.inf
+        elif isinstance(form, Affine):
+            temperature = torch.as_tensor(form.temperature, dtype=found.dtype, device="cpu")
+            found[place] = temperature.abs()
+    return found
+
+
 def is_line(activation: Activation) -> bool:
     """Is σ a line, so that σ' knows nothing of u?
 

@@ -120,7 +120,7 @@ class Torch:
     """Leaves everything to the mathematics in torch."""
 
     def attempt(self, problem: Problem, rules: Rules) -> Outcome:
-        return Outcome.open(problem.inputs[0], problem.prepared.map.shape[0])
+        return Outcome.open(problem.inputs[0], problem.units)
 
     def pullback(self, u: Tensor, status: Tensor, grads: Sequence[Tensor | None]) -> None:
         return None

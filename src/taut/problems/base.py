@@ -25,6 +25,11 @@ class Problem(ABC):
         """What derivatives are taken in, in order; v is the first."""
 
     @property
+    def units(self) -> int:
+        """How many multipliers a sample has."""
+        return self.prepared.map.shape[0]
+
+    @property
     @abstractmethod
     def named(self) -> Mapping[str, Tensor]:
         """The inputs by the names that users know."""

@@ -52,7 +52,7 @@ class GradientDescent(Solver):
 
     def solve(self, problem: Problem) -> Outcome:
         if not isinstance(problem, Linear):
-            raise TypeError("GradientDescent solves equations only: use taut.Newton.")
+            raise TypeError("GradientDescent solves linear equations only: use taut.Newton.")
         task, start, finite = enter(problem, self.dtype or problem.v.dtype)
         return leave(problem, task, finite, self._descend(task, start, problem.group))
 

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from taut.backends import Rules
 from taut.outcome import Outcome, Status
-from taut.problems import Inequalities, Linear, Problem
+from taut.problems import Inequalities, Linear, Nonlinear, Problem
 from taut.solvers.anneal import anneal
 from taut.solvers.around import by_backend, held_outputs, portions, whole, without
 from taut.solvers.base import Solver, enter, leave
 from taut.solvers.bounds import inequalities
+from taut.solvers.sequential import sequential
 from taut.solvers.step import Search, State, newton_step, worth_leaving_out
 from taut.solvers.verdict import Verdicts, judge
 
@@ -106,7 +107,15 @@ def _inequalities(problem: Inequalities, rules: Rules) -> Outcome:
     return inequalities(problem, rules, Newton(rules.tol, rules.max_iterations, rules.dtype).solve)
 
 
-_METHODS: dict[type[Problem], Any] = {Linear: equations, Inequalities: _inequalities}
+def _nonlinear(problem: Nonlinear, rules: Rules) -> Outcome:
+    return sequential(problem, rules, Newton().solve)
+
+
+_METHODS: dict[type[Problem], Any] = {
+    Linear: equations,
+    Inequalities: _inequalities,
+    Nonlinear: _nonlinear,
+}
 
 
 def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -43,6 +43,7 @@ class Known(Protocol):
     map: LinearMap
     finite: bool  # is it known that A holds numbers only?
     backend: Any
+    h: Any  # the nonlinear equations; None where there are none
 
     @property
     def line(self) -> bool:

@@ -1,0 +1,131 @@
+"""What the lanes of the nonlinear solver share: c, σ and v in float64, and when c counts as 0."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple, final
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from taut.activations import Activation
+from taut.backends import Rules
+from taut.problems.surface import Patch, Surface
+from taut.systems.saddle import back, is_minimum, times
+
+EPS = 2.0**-52
+REACH = 5.0  # u moves at most so many of its units in one step: σ is another function beyond
+
+
+@final
+class Scales(NamedTuple):
+    """What c is measured by, equation by equation."""
+
+    full: Float[Tensor, "n rows"]  # what is rounded in it
+    cap: Float[Tensor, "n rows"]  # the same without λ: one that runs away buys nothing
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """N samples, every number finite. Outputs that are held stay at `end`; it is NaN elsewhere."""
+
+    surface: Surface
+    activation: Activation
+    v: Float[Tensor, "n K"]
+    unit: Float[Tensor, "K"]  # of u: the temperature of σ; inf where σ is a line
+    end: Float[Tensor, "n K"] | None
+    target: float  # |c| over `full` that is enough
+    floor: float  # |c| over `cap` that counts as rounding once it has stopped falling
+
+    @staticmethod
+    def of(
+        surface: Surface, activation: Activation, v: Tensor, unit: Tensor, rules: Rules
+    ) -> "Curve":
+        tol = rules.tol or 0.0
+        return Curve(surface, activation, v, unit, None, max(8 * EPS, tol), max(1e-12, tol))
+
+    def take(self, index: Int[Tensor, "n"]) -> "Curve":
+        """The samples at `index`."""
+        end = None if self.end is None else self.end[index]
+        return replace(self, surface=self.surface.take(index), v=self.v[index], end=end)
+
+    def sigma(self, u: Tensor) -> Float[Tensor, "n K"]:
+        z = self.activation.sigma(u)
+        return z if self.end is None else torch.where(self.end.isnan(), z, self.end)
+
+    def slope(self, u: Tensor) -> Float[Tensor, "n K"]:
+        w = self.activation.slope(u)
+        return w if self.end is None else torch.where(self.end.isnan(), w, 0)
+
+    def objective(self, z: Tensor) -> Float[Tensor, "n"]:
+        """f = Σψ(z) − vᵀz: B(z‖σ(v)) up to a constant."""
+        return (self.activation.psi(z) - self.v * z).sum(-1)
+
+    def steps(self, du: Tensor) -> Float[Tensor, "n"]:
+        """The largest |du| in units; held outputs and lines do not count."""
+        sizes = du.abs() / self.unit
+        if self.end is not None:
+            sizes = torch.where(self.end.isnan(), sizes, 0)
+        return sizes.amax(-1)
+
+    @property
+    def finite_unit(self) -> Float[Tensor, "K"]:
+        return torch.where(self.unit.isinf(), 1, self.unit)
+
+    def scales(self, J: Tensor, z: Tensor, w: Tensor, u: Tensor, multipliers: Tensor) -> Scales:
+        """|b| + |J|(|z| + w(|u| + |v| + |J|ᵀ|λ|)), and with the unit of u in place of |J|ᵀ|λ|.
+
+        Without the last, z_k = 0 with v_k = 0 would have a scale of 0.
+        """
+        size = J.abs()
+        own = times(size, z.abs() + w * (u.abs() + self.v.abs()))
+        rows = self.surface.b.shape[-1]
+        if rows:
+            own[:, :rows] += self.surface.b.abs()
+        own = own.clamp_min(torch.finfo(own.dtype).tiny)
+        full = own + times(size, w * back(size, multipliers.abs()))
+        return Scales(full, own + times(size, w * self.finite_unit))
+
+    def own(self, multipliers: Tensor) -> Float[Tensor, "n M"]:
+        """Those of h."""
+        return multipliers[:, self.surface.A.shape[-2] :]
+
+    def curvature(self, patch: Patch, multipliers: Tensor) -> Float[Tensor, "n K K"] | None:
+        """S."""
+        return patch.curvature(self.own(multipliers))
+
+    def strict(self, u: Tensor, multipliers: Tensor) -> Bool[Tensor, "n"]:
+        """Is z a strict minimum among its neighbours?"""
+        patch = self.surface.at(self.sigma(u))
+        S = self.curvature(patch, multipliers)
+        return is_minimum(patch.jacobian(), self.slope(u).sqrt(), S)
+
+
+def worst(c: Tensor, scale: Tensor) -> Float[Tensor, "n"]:
+    """The largest |c| over its scale; infinite where it is not a number."""
+    ratio = c.abs() / scale
+    return torch.where(ratio.isfinite(), ratio, torch.inf).amax(-1)
+
+
+@final
+class Attempt(NamedTuple):
+    """Where a lane has left the samples."""
+
+    u: Float[Tensor, "n K"]
+    multipliers: Float[Tensor, "n rows"]
+    done: Bool[Tensor, "n"]
+    iterations: Int[Tensor, "n"]
+    off: Float[Tensor, "n"]  # the largest |c| over its cap
+
+    @staticmethod
+    def start(u: Tensor, multipliers: Tensor) -> "Attempt":
+        """Nothing is done."""
+        n, device = len(u), u.device
+        done = torch.zeros(n, dtype=torch.bool, device=device)
+        count = torch.zeros(n, dtype=torch.long, device=device)
+        return Attempt(u.clone(), multipliers.clone(), done, count, u.new_full((n,), torch.inf))
+
+    def write(self, place: Int[Tensor, "n"], *found: Tensor) -> None:
+        """These fields of the samples at `place`, in order; in place."""
+        for own, new in zip(self, found, strict=True):
+            own.index_copy_(0, place, new.to(own.dtype))
