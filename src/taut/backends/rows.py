@@ -25,7 +25,7 @@ class Rows:
     plan: Plan
     equations: int  # rows of A, as filled up
     line: Plan | None
-    ends: dict[str, Tensor]
+    ends: dict[str, Tensor]  # of z; and which output a row of G with one entry is about
 
 
 def make_rows(C: Basis, A: Basis, activation: Activation) -> Rows | None:
@@ -73,7 +73,11 @@ def make_rows(C: Basis, A: Basis, activation: Activation) -> Rows | None:
         kept = torch.zeros(first, dtype=torch.bool, device="cpu")
         kept[:count] = True if A.left_out is None else ~A.left_out
         line = _eliminated(a, first, kept, known["scale"] / known["temperature"])
-    return Rows(plan, first, line, {"lowest": lowest, "highest": highest})
+    ends = {"lowest": lowest, "highest": highest}
+    single = ((a != 0).sum(-1) == 1) & (torch.arange(len(order), device="cpu") >= first)
+    if bool(single.any()):
+        ends["only"] = torch.where(single, absolute.argmax(-1), -1)
+    return Rows(plan, first, line, ends)
 
 
 def _eliminated(

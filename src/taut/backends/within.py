@@ -13,6 +13,7 @@ from taut.analysis import Basis
 from taut.backends.base import Rules
 from taut.backends.cpu import (
     LARGE,
+    LIMIT,
     REPAID,
     USUAL,
     Cpu,
@@ -47,6 +48,7 @@ class _Known(NamedTuple):
             "plan": self.address,
             "line": None if self.line is None else addressof(self.line),
             "equations": self.rows.equations,
+            "only": None,
             **{name: x.data_ptr() for name, x in self.rows.ends.items()},
         }
 
@@ -89,8 +91,6 @@ class CpuWithin:
             return nothing
         known = self._known or self._layout(n)
         if known is None or not readable(*problem.inputs, problem.start):
-            return nothing
-        if known.line is None or problem.bounds:
             return nothing
         found = nothing
         begun = problem.start is None and problem.equations > 0
@@ -147,6 +147,7 @@ class CpuWithin:
             "begun": begun,
             "samples": n,
             "limit": min(rules.max_iterations, rules.first),
+            "most": min(rules.max_iterations, LIMIT),
             "next": 0,
             "unsolved": n,
             "target": max(rules.tol or 0.0, 8 * _UNIT),

@@ -148,6 +148,7 @@
     FIELD(const Rules *, rules)                                                         \
     FIELD(const double *, lowest)  /* the ends of the range of each output */           \
     FIELD(const double *, highest)                                                      \
+    FIELD(const int64_t *, only) /* the output of a row of G with one entry, else −1; or NULL */ \
     FIELD(const void *, v)                                                              \
     FIELD(const void *, lower)                                                          \
     FIELD(const void *, upper)                                                          \
@@ -164,7 +165,8 @@
     FIELD(int64_t, equations)  /* rows of A, as filled up in the plan */                \
     FIELD(int64_t, samples)                                                             \
     FIELD(int64_t, single)                                                              \
-    FIELD(int64_t, limit)      /* of steps */                                           \
+    FIELD(int64_t, limit)      /* of steps where σ is a line */                         \
+    FIELD(int64_t, most)       /* of steps where it is not, or z has bounds */          \
     FIELD(int64_t, next)                                                                \
     FIELD(int64_t, unsolved)                                                            \
     FIELD(double, target)                                                               \

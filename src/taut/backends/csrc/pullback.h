@@ -15,8 +15,8 @@ typedef struct {
 static void *make_pulling(const Plan *p, Pulling *x) {
     x->sample_memory = NULL;
     x->memory = make_sides(p, &x->sides);
-    x->g = x->sides.first_u;
-    x->g_z = x->sides.first_z;
+    x->g = x->sides.answer_u;
+    x->g_z = x->sides.answer_z;
     x->dv = x->sides.old_z;
     x->t = x->sides.old_u;
     x->g_nu = x->sides.noise;

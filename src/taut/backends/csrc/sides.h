@@ -13,24 +13,26 @@
 
 typedef struct {
     lanes *v, *u, *z, *w, *floor, *ceiling; /* outputs */
-    lanes *old_u, *old_z, *first_u, *first_z, *more;        /* outputs */
+    lanes *old_u, *old_z, *answer_u, *answer_z, *more;      /* outputs */
     lanes *lower, *upper, *nu, *r, *s, *size, *noise;       /* rows; r = C z */
     lanes *orthant, *step, *old_nu, *change, *trial;        /* rows */
+    lanes *start, *answer;                                  /* multipliers */
     lanes *y;                                               /* the longer of the two */
     lanes *gram, *own, *diagonal, *x;                       /* the system of the active rows */
     int64_t *index, *pairs, *place, *some;
+    int boxed; /* has z bounds? */
 } Sides;
 
 static void *make_sides(const Plan *p, Sides *x) {
     const int64_t K = p->outputs, rows = p->rows, longest = K > rows ? K : rows;
     lanes *index, *pairs, *place, *some;
     lanes **parts[] = {&x->v,     &x->u,     &x->z,       &x->w,    &x->floor,  &x->ceiling,
-                       &x->old_u, &x->old_z, &x->first_u, &x->first_z, &x->more, &x->lower,   &x->upper, &x->nu,    &x->r,
+                       &x->old_u, &x->old_z, &x->answer_u, &x->answer_z, &x->more, &x->lower,   &x->upper, &x->nu,    &x->r,
                        &x->s,     &x->size,  &x->noise,   &x->orthant, &x->step, &x->old_nu,
-                       &x->change, &x->trial, &x->y,      &x->gram,  &x->own,  &x->diagonal,
+                       &x->change, &x->trial, &x->start, &x->answer, &x->y,      &x->gram,  &x->own,  &x->diagonal,
                        &x->x,     &index,    &pairs,      &place,   &some};
     int64_t sizes[] = {K,    K,    K,    K,    K,    K,    K,    K,    K,    K,    K,       rows, rows, rows, rows, rows,
-                       rows, rows, rows, rows, rows, rows, rows, longest, triangle(rows), triangle(rows), rows,
+                       rows, rows, rows, rows, rows, rows, rows, rows, rows, longest, triangle(rows), triangle(rows), rows,
                        rows, rows, rows, rows, rows};
     const int count = sizeof sizes / sizeof *sizes;
     int64_t total = 0;
@@ -108,7 +110,7 @@ INLINE lanes clipped(const Sides *x, int64_t k, lanes z, lanes *slope) {
 }
 
 /* u, z, w and C z at ν; returns how far u has moved */
-PART lanes evaluate_sides(const Plan *p, const Within *s, Sides *x) {
+PART lanes evaluate_sides(const Plan *p, Sides *x) {
     const int64_t count = list_pairs(p, x->nu, x->pairs);
     lanes reach = all(0.0), sum[TILE];
     for (int64_t k = 0; k < p->outputs; k += TILE) {
@@ -118,7 +120,7 @@ PART lanes evaluate_sides(const Plan *p, const Within *s, Sides *x) {
             reach = larger(reach, absolute(u - x->u[k + t]));
             x->u[k + t] = u;
             Output out = activate_output(p, k + t, u);
-            if (s->floor) out.z = clipped(x, k + t, out.z, &out.slope);
+            if (x->boxed) out.z = clipped(x, k + t, out.z, &out.slope);
             x->z[k + t] = out.z;
             x->w[k + t] = out.slope;
         }
@@ -193,13 +195,13 @@ PART mask keeps(const Plan *p, Sides *x, double most, int64_t first) {
 }
 
 /* How far z is beyond what is asked of it, at most */
-INLINE lanes violation(const Plan *p, const Within *s, const Sides *x) {
+INLINE lanes violation(const Plan *p, const Sides *x) {
     lanes worst = all(0.0);
     for (int64_t i = 0; i < p->rows; i++) {
         worst = larger(worst, x->lower[i] - x->r[i]);
         worst = larger(worst, x->r[i] - x->upper[i]);
     }
-    for (int64_t k = 0; s->floor && k < p->outputs; k++) {
+    for (int64_t k = 0; x->boxed && k < p->outputs; k++) {
         worst = larger(worst, x->floor[k] - x->z[k]);
         worst = larger(worst, x->z[k] - x->ceiling[k]);
     }

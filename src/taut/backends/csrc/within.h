@@ -3,7 +3,8 @@
 #ifndef TAUT_WITHIN_H
 #define TAUT_WITHIN_H
 
-#include "active.h"
+#include "arc.h"
+#include "box.h"
 
 #define NEARBY 1e-3 /* from here on it is asked what is rounding */
 #define PASSES 6 /* of a line: one finds the active rows, others what rounding left */
@@ -21,11 +22,15 @@ INLINE void read_bound(const Plan *p, lanes *to, const void *x, int64_t first, i
     for (int64_t k = p->given; k < p->outputs; k++) to[k] = all(none);
 }
 
+INLINE void read_both_sides(const Plan *p, const Within *s, Sides *x, int64_t first) {
+    read_side(p, x->lower, s->lower, first, s->samples, s->single, -INFINITY);
+    read_side(p, x->upper, s->upper, first, s->samples, s->single, INFINITY);
+}
+
 /* Sides and bounds; returns the samples in which none excludes another. */
 PART mask read_sides(const Plan *p, const Within *s, Sides *x, int64_t first) {
     read_outputs(p, x->v, s->v, first, s->samples, s->single);
-    read_side(p, x->lower, s->lower, first, s->samples, s->single, -INFINITY);
-    read_side(p, x->upper, s->upper, first, s->samples, s->single, INFINITY);
+    read_both_sides(p, s, x, first);
     mask fine = all(0.0) == all(0.0);
     for (int64_t i = 0; i < p->rows; i++)
         fine &= (x->lower[i] <= x->upper[i]) & (x->lower[i] < INFINITY) & (x->upper[i] > -INFINITY);
@@ -99,7 +104,7 @@ PART void refine(const Plan *p, const Within *s, Sides *x, mask which) {
         x->change[i] = choose(active, x->r[i] - side, all(0.0));
         before = larger(before, absolute(x->change[i]));
     }
-    solve_active(p, s->floor ? NULL : s->line, x, s->rules, x->change, &dependent);
+    solve_active(p, x->boxed ? NULL : s->line, x, s->rules, x->change, &dependent);
     const int64_t count = list_pairs(p, x->step, x->pairs);
     mask inside = which;
     for (int64_t k = 0; k < p->outputs; k += TILE) {
@@ -110,7 +115,7 @@ PART void refine(const Plan *p, const Within *s, Sides *x, mask which) {
         }
     }
     for (int64_t k = 0; k < p->given; k++) {
-        if (s->floor) x->y[k] = at_most(at_least(x->y[k], x->floor[k]), x->ceiling[k]);
+        if (x->boxed) x->y[k] = at_most(at_least(x->y[k], x->floor[k]), x->ceiling[k]);
         inside &= (x->y[k] >= s->lowest[k]) & (x->y[k] <= s->highest[k]);
     }
     apply_all(p, x->y, 1, x->trial);
@@ -153,7 +158,7 @@ PART void tidy(const Plan *p, const Within *s, Sides *x, mask done, lanes level)
     if (!any(some)) return;
     memcpy(x->old_u, x->u, p->outputs * sizeof *x->u);
     memcpy(x->old_z, x->z, p->outputs * sizeof *x->z);
-    evaluate_sides(p, s, x);
+    evaluate_sides(p, x);
     lanes plain = plain_level(p, x);
     rounding_levels(p, x, &fair, &rough);
     mask fine = some & (((fair <= r->fair) & (rough <= r->rough)) | (plain <= level));
@@ -179,10 +184,16 @@ PART mask iterate(const Plan *p, const Within *s, Sides *x, mask open, lanes *it
         *level = choose(done, plain, *level);
         solved |= done;
         open &= ~done & (plain < INFINITY);
-        if (!any(open) || pass == PASSES) break;
+        const int straight = s->line && !x->boxed;
+        if (!any(open) || pass == (straight ? PASSES : s->most)) break;
         find_noise(p, x);
-        descend_line(s, x, &open, iterations);
-        evaluate_sides(p, s, x);
+        if (straight) {
+            descend_line(s, x, &open, iterations);
+            evaluate_sides(p, x);
+        } else {
+            *iterations += choose(open, all(1.0), all(0.0));
+            descend_arc(p, s, x, plain, &open);
+        }
     }
     return solved;
 }
@@ -203,7 +214,7 @@ PART void write_answers(const Plan *p, Within *s, Sides *x, int64_t first, mask 
             for (int l = 0; l < LANES; l++) x->z[k][l] = (float)x->z[k][l];
         apply_all(p, x->z, 1, x->r);
     }
-    lanes residual = violation(p, s, x);
+    lanes residual = violation(p, x);
     write_rows(p, x->nu, s->multipliers, first, s->samples, s->single);
     write_outputs(p, x->u, s->u, first, s->samples, s->single);
     write_outputs(p, x->z, s->z, first, s->samples, s->single);
@@ -215,33 +226,59 @@ PART void write_answers(const Plan *p, Within *s, Sides *x, int64_t first, mask 
     }
 }
 
+/* From ν to answers, in one way; returns the samples that have them. */
+PART mask attempt(const Plan *p, const Within *s, Sides *x, int64_t first, mask open,
+                  lanes *iterations) {
+    lanes level = all(INFINITY);
+    const int made = x->boxed && !s->floor; /* of rows */
+    mask worked = open;
+    if (made) open = make_box(p, s, x, open);
+    evaluate_sides(p, x);
+    mask solved = iterate(p, s, x, open, iterations, &level), rough = solved & (level > 4.0 * EPS);
+    if (any(rough)) refine(p, s, x, rough);
+    if (any(solved)) tidy(p, s, x, solved, level);
+    if (made) {
+        read_both_sides(p, s, x, first);
+        leave_box(p, s, x, worked);
+    }
+    if (!any(solved)) return solved;
+    solved &= keeps(p, x, s->cap, 0) & are_finite(p, s, x);
+    for (int64_t i = 0; i < p->rows; i++) x->answer[i] = choose(solved, x->nu[i], x->answer[i]);
+    for (int64_t k = 0; k < p->outputs; k++) {
+        x->answer_u[k] = choose(solved, x->u[k], x->answer_u[k]);
+        x->answer_z[k] = choose(solved, x->z[k], x->answer_z[k]);
+    }
+    return solved;
+}
+
 PART void within_block(const Plan *p, Within *s, Sides *x, int64_t first) {
     mask open = read_sides(p, s, x, first), kept = open & ~open, solved = kept;
-    lanes iterations = all(0.0), level = all(INFINITY);
-    if (s->begun) {
+    lanes iterations = all(0.0);
+    memset(x->nu, 0, p->rows * sizeof *x->nu);
+    if (s->begun)
         kept = begin(p, s, x, first, &open);
-        memcpy(x->first_u, x->u, p->outputs * sizeof *x->u);
-        memcpy(x->first_z, x->z, p->outputs * sizeof *x->z);
-    } else {
-        memset(x->nu, 0, p->rows * sizeof *x->nu);
-        if (s->start) read_start(p, s, x, first);
-    }
+    else if (s->start)
+        read_start(p, s, x, first);
     open &= ~asks_for_end(p, s, x);
-    if (any(open)) {
-        evaluate_sides(p, s, x);
-        solved = iterate(p, s, x, open, &iterations, &level);
-        mask rough = solved & (level > 4.0 * EPS);
-        if (any(rough)) refine(p, s, x, rough);
-        if (any(solved)) tidy(p, s, x, solved, level);
-        solved &= keeps(p, x, s->cap, 0) & are_finite(p, s, x);
+    memcpy(x->start, x->nu, p->rows * sizeof *x->nu);
+    memcpy(x->answer, x->nu, p->rows * sizeof *x->nu);
+    memcpy(x->answer_u, x->u, p->outputs * sizeof *x->u);
+    memcpy(x->answer_z, x->z, p->outputs * sizeof *x->z);
+    x->boxed = s->floor != NULL;
+    /* Rows of one entry are rows where σ is a line, which is fast, and only then bounds. */
+    for (int stage = s->only && !s->line; stage < 2 && any(open); stage++) {
+        if (stage == 1 && !s->only) break;
+        x->boxed = x->boxed || stage == 1;
+        memcpy(x->nu, x->start, p->rows * sizeof *x->nu);
+        mask found = attempt(p, s, x, first, open, &iterations);
+        solved |= found;
+        open &= ~found;
     }
-    if (any(kept)) {
-        for (int64_t k = 0; k < p->outputs; k++) {
-            x->u[k] = choose(kept, x->first_u[k], x->u[k]);
-            x->z[k] = choose(kept, x->first_z[k], x->z[k]);
-        }
-        apply_all(p, x->z, 1, x->r);
-    }
+    x->boxed = s->floor != NULL;
+    memcpy(x->nu, x->answer, p->rows * sizeof *x->nu);
+    memcpy(x->u, x->answer_u, p->outputs * sizeof *x->u);
+    memcpy(x->z, x->answer_z, p->outputs * sizeof *x->z);
+    if (!s->single) apply_all(p, x->z, 1, x->r);
     write_answers(p, s, x, first, solved, kept, iterations);
 }
 
