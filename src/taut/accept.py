@@ -71,19 +71,6 @@ def check_matrix(A: Tensor, b: Tensor | None, name: str = "A") -> None:
         )
 
 
-def check_exportable(h: Any) -> None:
-    """Refuse to export a function: a graph holds tensors, and a solve with h takes its derivatives.
-
-    Under torch.compile it runs as it is, between two graphs.
-    """
-    exporting = getattr(torch.compiler, "is_exporting", None)  # torch 2.4 has no such name
-    if h is not None and exporting is not None and exporting():
-        raise NotImplementedError(
-            "nonlinear equations h(z) = 0 cannot be exported: h is a Python function, which the "
-            "solve differentiates. Export the network up to v, and project where Python runs."
-        )
-
-
 def check_h(h: Any, sided: bool) -> None:
     """Refuse an h that is no function, or that stands beside inequalities or bounds."""
     if not callable(h):

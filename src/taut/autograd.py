@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -20,6 +21,20 @@ def _always() -> bool:
 #: Is a transform of torch.func (vmap, grad, jvp) under way? There is no public name for this.
 #: Where torch has lost it, `is_transformed` of every tensor says the same, more slowly.
 transforming: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", _always)
+
+#: Is torch.jit.trace at work, or the torch.onnx that is built on it?
+recording: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tracing)
+
+
+def check_recorded() -> None:
+    """Refuse torch.onnx and torch.jit.trace: they would keep the numbers of one solve."""
+    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
+        raise NotImplementedError(
+            "torch.onnx and torch.jit.trace cannot follow a solve, and would write the z of this "
+            "one input into the file as a constant. Use torch.export.export and torch.export.save, "
+            "and `import taut` where the file is loaded; or export the network without its "
+            "Projection, and call taut.project on its output."
+        )
 
 
 def is_transformed(x: Any) -> bool:
@@ -96,6 +111,43 @@ def apply(function: type[Function], *args: Any) -> Any:
     return direct(function)(*args)
 
 
+def differentiated(op: Callable[..., Any], setup: Any, backward: Any) -> Callable[..., Any]:
+    """What an op does for autograd: `setup(ctx, inputs, output)` and `backward(ctx, *grads)`.
+
+    `torch.library.register_autograd` does not follow torch.func, and drops tangents in silence.
+    """
+
+    def below(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():  # pyright: ignore
+            return op(*args)
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        found = below(*args)
+        if setup is not None:
+            setup(ctx, args, found)
+        return tuple(found) if isinstance(found, list) else found
+
+    def refuse(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "compiled code has first derivatives only, and no forward mode: call the function "
+            "itself, without torch.compile or torch.export."
+        )
+
+    methods = {"forward": forward, "backward": backward or refuse, "jvp": refuse}
+    made = type("Op", (Function,), {name: staticmethod(f) for name, f in methods.items()})
+
+    def kernel(*args: Any) -> Any:
+        asked = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        if not (asked or forward_mode()):
+            return below(*args)
+        if not transforming():
+            return direct(made)(*args)
+        with enable_single_level_autograd_function():  # torch.func calls one level at a time
+            return direct(made)(*args)
+
+    return kernel
+
+
 def apply_mapped(function: type[Function], *args: Any) -> Any:
     """`apply`; also under `is_grads_batched`, whose older vmap does not ask for rules itself."""
     old = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore
@@ -113,11 +165,11 @@ def apply_mapped(function: type[Function], *args: Any) -> Any:
     return tuple(torch._add_batch_dim(x, 0, level) for x in found)  # pyright: ignore
 
 
-def uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, run as it is between two graphs of torch.compile.
-
-    A compiler cannot follow addresses, nor loops that end when the numbers say so.
-    """
+def uncompiled(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """`function`, run as it is between two graphs of torch.compile; torch.export has no between."""
+    exporting = getattr(torch.compiler, "is_exporting", None)  # torch 2.4 has no such name
+    if exporting is not None and exporting():
+        raise NotImplementedError(f"this solve cannot be exported: {reason}")
     # Not a decorator: it loads the whole compiler, which nobody needs before one is at work.
     return torch.compiler.disable(function)
 

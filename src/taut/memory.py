@@ -93,10 +93,14 @@ class LagrangeMemory:
             )
         if index.ndim != 1:
             index, found = index.reshape(-1), found.reshape(-1, table.shape[-1])
-        if solution._outcome.failed or found.dtype != table.dtype:
+        failed = solution._outcome.failed
+        if failed or found.dtype != table.dtype:
             found = found.to(table.dtype)
             usable = found.isfinite().all(-1) & (solution.status.reshape(-1) <= 1)
-            index, found = index[usable], found[usable]
+            if failed < 0:  # nobody may look, as in compiled code: what is there is written again
+                found = torch.where(usable.unsqueeze(-1), found, table.index_select(0, index))
+            else:
+                index, found = index[usable], found[usable]
         try:
             table.index_copy_(0, index, found)
         except (IndexError, RuntimeError):

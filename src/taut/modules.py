@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from taut.accept import Numbers, as_floating, check_exportable, check_h, check_matrix
+from taut.accept import Numbers, as_floating, check_h, check_matrix
 from taut.activations import Activation, resolve
-from taut.autograd import is_transformed, transforming, uncompiled
+from taut.autograd import check_recorded, is_transformed, recording, transforming, uncompiled
+from taut.compiled import SPARSE
 from taut.losses import Reduction, matched_loss
 from taut.maps import as_map
 from taut.memory import LagrangeMemory
@@ -27,6 +28,7 @@ from taut.projection import (
     known,
     known_with,
     pair,
+    project,
     projected,
     projected_curved,
     projected_within,
@@ -98,6 +100,9 @@ class Projection(nn.Module):
         self.on_failure: OnFailure = on_failure
         self._prepared: Prepared | None = None
         self._warned = False  # of samples that fail
+        self._sparse = any(
+            x is not None and x.layout is not torch.strided for x in (self.A, self.G)
+        )
 
     def forward(
         self,
@@ -131,9 +136,16 @@ class Projection(nn.Module):
         params: Sequence[Float[Tensor, "..."]] = (),
     ) -> Solution:
         """The whole `Solution`; `init` starts the multipliers, for example from a memory."""
-        if torch.compiler.is_compiling():
-            check_exportable(self.h)
-            return uncompiled(self.solve)(v, b, init, lower=lower, upper=upper, params=params)
+        if torch.compiler.is_compiling() or recording():
+            check_recorded()
+            if self._sparse:  # which a compiler cannot even look at
+                sides = {"lower": lower, "upper": upper, "params": params}
+                return uncompiled(self.solve, SPARSE)(v, b, init, **sides)
+            sides = {"lower": self.lower if lower is None else lower, "h": self.h, "G": self.G}
+            sides |= {"upper": self.upper if upper is None else upper, "params": params}
+            options = {"activation": self.activation, "solver": self.solver, "init": init}
+            b = self.b if b is None else b
+            return project(v, self.A, b, **sides, **options, on_failure=self.on_failure)
         if self.h is not None or params:
             sided = lower is not None or upper is not None
             return self._solve_curved(v, b, init, params, sided)

@@ -20,7 +20,7 @@ def fitted(v: Any, A: Any, b: Any, init: Any) -> tuple[Tensor, Tensor, Tensor, T
         if (
             v.ndim == A.ndim == 2
             and v.shape[1] == A.shape[1] > 0
-            and b.shape == (shape := (len(v), len(A)))
+            and b.shape == (shape := (v.shape[0], A.shape[0]))
             and dtype is A.dtype is b.dtype
             and dtype in FLOATS
             and device == A.device == b.device
@@ -102,29 +102,31 @@ def _validate(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None, matrix: str 
 
 
 def _validate_shapes(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None, matrix: str) -> None:
-    shapes = f"got v {tuple(v.shape)}, {matrix} {tuple(A.shape)}"
-    shapes += f", b {tuple(b.shape)}" if matrix == "A" else ""
+    def shapes() -> str:
+        found = f"got v {tuple(v.shape)}, {matrix} {tuple(A.shape)}"
+        return f"{found}, b {tuple(b.shape)}" if matrix == "A" else found
+
     if v.ndim < 1 or b.ndim < 1 or A.ndim < 2:
         raise ValueError(
-            f"v must be (*batch, K), {matrix} (I, K) or (*batch, I, K), b (*batch, I); {shapes}."
+            f"v must be (*batch, K), {matrix} (I, K) or (*batch, I, K), b (*batch, I); {shapes()}."
         )
     batch, columns, rows = v.shape[:-1], v.shape[-1], A.shape[-2]
     if columns == 0:
-        raise ValueError(f"v has no outputs (K = 0); {shapes}.")
+        raise ValueError(f"v has no outputs (K = 0); {shapes()}.")
     if A.shape[-1] != columns:
         hint = f" Is {matrix} transposed?" if A.ndim == 2 and A.shape[0] == columns else ""
         raise ValueError(
             f"{matrix} must have one column for each of the K = {columns} outputs in v; "
-            f"{shapes}.{hint}"
+            f"{shapes()}.{hint}"
         )
     if A.ndim > 2 and A.shape[:-2] != batch:
         raise ValueError(
             f"{matrix} for each sample must have the batch dimensions of v, {tuple(batch)}; "
-            f"{shapes}."
+            f"{shapes()}."
         )
     if b.shape not in ((rows,), (*batch, rows)):
         raise ValueError(
-            f"b must be (I,) or (*batch, I) = {(*batch, rows)}, an entry per row of A; {shapes}."
+            f"b must be (I,) or (*batch, I) = {(*batch, rows)}, an entry per row of A; {shapes()}."
         )
     if init is not None and init.shape not in ((rows,), (*batch, rows)):
         raise ValueError(

@@ -8,9 +8,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from taut.accept import Numbers, as_floating, check_exportable, check_h
+from taut import compiled
+from taut.accept import Numbers, as_floating, check_h
 from taut.activations import Activation, resolve
-from taut.autograd import is_transformed, transforming, uncompiled
+from taut.autograd import is_transformed, recording, transforming
 from taut.implicit import solve
 from taut.maps import as_map, stacked
 from taut.outcome import failure
@@ -83,11 +84,11 @@ def project(
     >>> taut.project(torch.tensor([3.0, 4.0]), h=circle, params=(torch.ones(1),)).z
     tensor([0.6000, 0.8000])
     """
-    if torch.compiler.is_compiling():
-        check_exportable(h or getattr(A, "h", None))
-        options = {"activation": activation, "solver": solver, "init": init}
-        sides = {"G": G, "lower": lower, "upper": upper, "h": h, "params": params}
-        return uncompiled(project)(v, A, b, **sides, **options, on_failure=on_failure)
+    if torch.compiler.is_compiling() or recording():
+        check_settings(solver, on_failure)
+        options = {"activation": activation, "solver": solver, "init": init, "h": h}
+        sides = {"G": G, "lower": lower, "upper": upper, "params": params}
+        return compiled.call(project, v, A, b, {**sides, **options, "on_failure": on_failure})
     check_settings(solver, on_failure)
     if h is not None or params or getattr(A, "h", None) is not None:
         sided = G is not None or lower is not None or upper is not None

@@ -1,10 +1,11 @@
 """What an activation is: a line of the paper's Table 1."""
 
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, NamedTuple, cast, final
 
 import torch
 from torch import Tensor
@@ -97,6 +98,36 @@ class Interval:
 
 
 @final
+class Written(NamedTuple):
+    """An activation as JSON. Of parameters that are tensors it has the lengths, in brackets."""
+
+    text: str
+    numbers: Tensor | None  # all of those, one after the other
+
+
+def written(name: str, *parts: Any) -> Written | None:
+    """What is `name`, made of these numbers, tensors, names and activations.
+
+    >>> written("weighted", 2.0, torch.ones(3))
+    Written(text='["weighted", 2.0, [3]]', numbers=tensor([1., 1., 1.], dtype=torch.float64))
+    """
+    texts, numbers = [json.dumps(name)], []
+    for part in parts:
+        if isinstance(part, Activation):
+            if part._written is None:
+                return None
+            text, more = part._written
+            numbers += [] if more is None else [more]
+        elif isinstance(part, Tensor):
+            text = f"[{part.numel()}]"
+            numbers.append(part.detach().to("cpu", torch.float64))
+        else:
+            text = json.dumps(part)
+        texts.append(text)
+    return Written(f"[{', '.join(texts)}]", torch.cat(numbers) if numbers else None)
+
+
+@final
 @dataclass(frozen=True, eq=False)
 class Activation:
     """σ and all that belongs to it. All functions are elementwise torch functions.
@@ -123,6 +154,8 @@ class Activation:
     """The open interval of what σ(u) can be."""
     # How it was made from others, where it was: codes.py turns that into numbers.
     _form: "Affine | Mixture | None" = field(default=None, repr=False)
+    # The same as text and numbers, from which codes.py makes it again; None for one's own.
+    _written: "Written | None" = field(default=None, repr=False)
 
     def output(self, u: Tensor) -> Tensor:
         """σ(u) whose derivative is `slope`, which keeps its digits where σ has saturated.

@@ -1,14 +1,15 @@
 """σ as numbers, output by output: for backends, which know no Python functions."""
 
-from typing import NamedTuple, final
+import json
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from taut.activations.activation import Activation
+from taut.activations.activation import Activation, Interval, Written
 from taut.activations.derived import Affine, Mixture
-from taut.activations.table import exp, linear, sigmoid, tanh
+from taut.activations.table import ACTIVATIONS, exp, linear, sigmoid, srlu, tanh
 
 #: The base functions that have a code: their place here.
 KINDS = (exp, sigmoid, tanh, linear)
@@ -53,6 +54,50 @@ def codes(activation: Activation, outputs: int) -> Codes | None:
         for name, value in values.items():
             getattr(found, name)[place] = torch.as_tensor(value, dtype=ends.dtype, device="cpu")
     return found
+
+
+def spelled(activation: Activation) -> Written | None:
+    """The activation as text and numbers; None for one's own.
+
+    >>> spelled(exp).text
+    '["exp"]'
+    """
+    return activation._written
+
+
+def read(text: str, numbers: Tensor | None) -> Activation:
+    """The activation that was written so: the same functions of the same numbers.
+
+    >>> from taut.activations import bounded
+    >>> again = read(*spelled(bounded(-1.0, 3.0)))
+    >>> again.name, again.range
+    ('bounded', Interval(lower=-1.0, upper=3.0))
+    """
+    left = [] if numbers is None else [numbers]
+
+    def taken(part: Any) -> Any:
+        if not isinstance(part, list):
+            return part
+        found, left[0] = left[0].split([part[0], len(left[0]) - part[0]])
+        return found.clone()
+
+    def made(node: list) -> Activation:
+        kind, *rest = node
+        if kind == "srlu":
+            return srlu(*rest)
+        if kind == "affine":
+            name, base, *parameters = rest
+            base = made(base)
+            shift, scale, temperature, *ends = map(taken, parameters)
+            return Affine(base, shift, scale, temperature, Interval(*ends)).activation(name)
+        if kind == "mixed":
+            half = len(rest) // 2
+            members = tuple(map(made, rest[:half]))
+            places = tuple(taken(place).long() for place in rest[half:])
+            return Mixture(members, places, torch.argsort(torch.cat(places))).activation()
+        return ACTIVATIONS[kind]
+
+    return made(json.loads(text))
 
 
 def _parts(activation: Activation, outputs: int) -> list[tuple[Activation, Tensor | slice]]:

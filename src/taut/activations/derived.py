@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from taut.activations.activation import Activation, Interval, Parameter
+from taut.activations.activation import Activation, Interval, Parameter, written
 from taut.activations.table import exp, linear, resolve, sigmoid
 
 
@@ -77,6 +77,7 @@ class Affine:
 
     def activation(self, name: str) -> Activation:
         """This form as an activation."""
+        numbers = self.shift, self.scale, self.temperature, self.ends.lower, self.ends.upper
         return Activation(
             name,
             self.sigma,
@@ -86,6 +87,7 @@ class Affine:
             self.psi,
             self.ends,
             _form=self,
+            _written=written("affine", name, self.base, *numbers),
         )
 
 
@@ -215,6 +217,23 @@ class Mixture:
         ]
         return torch.cat(parts, dim=-1)[..., self.order.to(x.device)]
 
+    def activation(self) -> Activation:
+        """This mixture as an activation."""
+        lower, upper = torch.zeros(2, len(self.order), dtype=torch.float64)
+        for member, place in zip(self.members, self.places, strict=True):
+            lower[place], upper[place] = member.range.bounds(lower)
+        return Activation(
+            name="mixed",
+            sigma=partial(self, function="sigma"),
+            slope=partial(self, function="slope"),
+            phi=partial(self, function="phi"),
+            inverse=partial(self, function="inverse"),
+            psi=partial(self, function="psi"),
+            range=Interval(lower, upper),
+            _form=self,
+            _written=written("mixed", *self.members, *self.places),
+        )
+
 
 def mixed(activations: Sequence[str | Activation]) -> Activation:
     """Each output its own activation.
@@ -237,20 +256,7 @@ def mixed(activations: Sequence[str | Activation]) -> Activation:
         bases.setdefault(form.base, []).append(k)
     members = tuple(_stack([forms[k] for k in place]) for place in bases.values())
     places = tuple(torch.tensor(place) for place in bases.values())
-    mixture = Mixture(members, places, torch.argsort(torch.cat(places)))
-    lower, upper = torch.zeros(2, len(forms), dtype=torch.float64)
-    for member, place in zip(members, places, strict=True):
-        lower[place], upper[place] = member.range.bounds(lower)
-    return Activation(
-        name="mixed",
-        sigma=partial(mixture, function="sigma"),
-        slope=partial(mixture, function="slope"),
-        phi=partial(mixture, function="phi"),
-        inverse=partial(mixture, function="inverse"),
-        psi=partial(mixture, function="psi"),
-        range=Interval(lower, upper),
-        _form=mixture,
-    )
+    return Mixture(members, places, torch.argsort(torch.cat(places))).activation()
 
 
 def _stack(forms: list[Affine]) -> Activation:

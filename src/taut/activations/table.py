@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from taut.activations.activation import Activation, Interval, pointwise
+from taut.activations.activation import Activation, Interval, pointwise, written
 
 
 def _sigmoid(u: Tensor) -> Tensor:
@@ -87,6 +87,7 @@ exp = Activation(
     inverse=torch.log,
     psi=_exp_psi,
     range=Interval(0.0, math.inf),
+    _written=written("exp"),
 )
 """eᵘ, in (0, ∞). Its loss is that of Poisson counts, and with Σz = 1 cross-entropy."""
 sigmoid = Activation(
@@ -97,6 +98,7 @@ sigmoid = Activation(
     inverse=_logit,
     psi=_sigmoid_psi,
     range=Interval(0.0, 1.0),
+    _written=written("sigmoid"),
 )
 """1/(1 + e⁻ᵘ), in (0, 1). Its loss is binary cross-entropy."""
 tanh = Activation(
@@ -107,6 +109,7 @@ tanh = Activation(
     inverse=torch.atanh,
     psi=_tanh_psi,
     range=Interval(-1.0, 1.0),
+    _written=written("tanh"),
 )
 """tanh u, in (−1, 1). Its loss is binary cross-entropy on ±1."""
 linear = Activation(
@@ -117,6 +120,7 @@ linear = Activation(
     inverse=_identity,
     psi=_half_square,
     range=Interval(-math.inf, math.inf),
+    _written=written("linear"),
 )
 """u itself. Its loss is half the squared error."""
 
@@ -201,6 +205,7 @@ def srlu(a: float = 1.0, b: float = 0.0) -> Activation:
         inverse=partial(_srlu_inverse, a=a, b=b),
         psi=partial(_srlu_psi, a=a, b=b),
         range=Interval(-math.inf, math.inf),
+        _written=written("srlu", float(a), float(b)),
     )
 
 

@@ -33,7 +33,7 @@ def stacked(A: Tensor, G: Tensor | None) -> LinearMap:
     if A.layout is G.layout is torch.strided:
         if A.ndim == G.ndim == 2:
             return DenseMap(torch.cat([A, G]))
-        n = len(A) if A.ndim == 3 else len(G)
+        n = A.shape[0] if A.ndim == 3 else G.shape[0]
         return BatchedMap(torch.cat([x.expand(n, *x.shape[-2:]) for x in (A, G)], -2))
     if not len(A):
         return as_map(G)

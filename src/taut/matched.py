@@ -1,0 +1,131 @@
+"""How the matched loss gets its derivatives: by the envelope theorem, whatever the constraint."""
+
+import warnings
+from typing import Any, final
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from taut.activations import Activation
+from taut.autograd import direct, lead
+from taut.outcome import FailureWarning, Status
+from taut.pose import check_range
+from taut.problems import Problem
+
+
+@final
+class Matched(torch.autograd.Function):
+    """ℓ = Σψ(y) − yᵀv + D(λ) with the derivatives of the envelope theorem.
+
+    ∂y = u(y) − v, ∂v = z − y, and for the other inputs those of D at fixed λ. They depend on z
+    and λ, which come in solved, so a second derivative passes through the solver by itself.
+    They are arguments for torch.func, which must see every tensor. Elsewhere they come as `found`,
+    and the first derivative does not even visit the solve.
+    """
+
+    @staticmethod
+    def forward(
+        kind: Problem,
+        complete: bool,  # is it known, without a look, that all have converged, and none is held?
+        found: tuple[Tensor, ...] | None,
+        y: Tensor,
+        z: Any,
+        multipliers: Any,
+        u: Any,
+        status: Any,
+        *inputs: Tensor,
+    ) -> Tensor:
+        problem, v = kind.over(*inputs), inputs[0]
+        z, multipliers, u, status = found or (z, multipliers, u, status)
+        loss = problem.quick_loss(y, multipliers, u)
+        if loss is None:
+            loss = _slow_loss(problem, v, y, multipliers, u)
+        elif not complete:
+            # A backend knows nothing of held outputs; the other samples keep its bits.
+            index = u.isinf().any(-1).nonzero().squeeze(-1)
+            part = [x[index] for x in (v, y, multipliers, u)]
+            loss.index_copy_(0, index, _slow_loss(problem.take(index), *part))
+        return loss if complete else torch.where(learnable(status), loss, 0)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        kind, ctx.complete, found, y, *solved = inputs[:8]
+        found, given = found or solved, inputs[8:]
+        # v only where it is needed: it may be written to before the backward pass.
+        v = given[0] if y.requires_grad else y
+        ctx.save_for_backward(y, v, *found, *kind.needed(given))
+        ctx.kind, ctx.prepared = type(kind), kind.prepared
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        y, v, z, multipliers, u, status, *needed = ctx.saved_tensors
+        if torch.is_autocast_enabled(u.device.type):
+            with torch.autocast(u.device.type, enabled=False):
+                return Matched.backward(ctx, *grads)
+        needs = ctx.needs_input_grad
+        g = grads[0].unsqueeze(-1)
+        dy = g * (ctx.prepared.activation.inverse(y) - v) if needs[3] else None
+        if not ctx.complete:
+            ok = learnable(status).unsqueeze(-1)
+            free = ok & ~u.isinf()
+            # Within the range, where every function of z is a number.
+            inside = ctx.prepared.activation.sigma(torch.zeros_like(z))
+            g, multipliers, u = (torch.where(ok, x, 0) for x in (g, multipliers, u))
+            z = torch.where(ok, z, inside)
+            y = torch.where(free, y, z)  # an output that is held at an end has no gradient
+            dy = None if dy is None else torch.where(free, dy, 0)
+        others: Any = (None,) * (len(needs) - 9)
+        if any(needs[9:]):
+            problem = ctx.kind.restored(ctx.prepared, needed)
+            _, *others = problem.envelope(multipliers, u, z, g, needs[8:])
+        return None, None, None, dy, None, None, None, None, g * (z - y), *others
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple, kind: Problem, complete: bool, found: None, *tensors: Tensor
+    ) -> tuple:
+        """A batch of batches is a batch: the mapped dimension joins N."""
+        size, own, inputs = info.batch_size, tensors[:5], tensors[5:]
+        joined, inputs = kind.joined(inputs, in_dims[8:], size)
+        own = [lead(x, d, size).flatten(0, 1) for x, d in zip(own, in_dims[3:8], strict=True)]
+        loss = Matched.apply(joined, complete, None, *own, *inputs)
+        return loss.unflatten(0, (size, -1)), 0
+
+
+matched = direct(Matched)
+
+
+def _slow_loss(
+    problem: Problem, v: Tensor, y: Tensor, multipliers: Tensor, u: Tensor
+) -> Float[Tensor, "N"]:
+    terms = torch.addcmul(problem.prepared.activation.psi(y), y, v, value=-1)
+    # Outputs held at an end have no loss.
+    return terms.masked_fill(u.isinf(), 0).sum(-1) + problem.value(multipliers, u)
+
+
+def learnable(status: Tensor) -> Bool[Tensor, "*batch"]:
+    """Which samples have a loss.
+
+    Where no z exists there is nothing to learn. An undecided sample still has the value and the
+    gradient of ℓ at its λ: that is how the paper trains with a solver that stops early.
+    """
+    return (status == Status.CONVERGED) | (status == Status.MAX_ITERATIONS)
+
+
+def warn_of_failures(status: Tensor) -> None:
+    """Say how many samples have no loss, if there are any."""
+    without = int((~learnable(status)).sum())
+    if without:
+        warnings.warn(
+            f"{without} of {status.numel()} samples have no solution. They add nothing to the loss "
+            "or its gradient; solution.report() says why.",
+            FailureWarning,
+            stacklevel=3,
+        )
+
+
+def check_targets(y: Tensor, status: Tensor, activation: Activation) -> None:
+    """Refuse targets out of range. Samples that fail have no loss, whatever their target."""
+    inside = activation.sigma(torch.zeros_like(y))
+    check_range("targets", torch.where(learnable(status).unsqueeze(-1), y, inside), activation)

@@ -1,0 +1,200 @@
+"""Graphs of torch.compile and torch.export. `test_graphs` of test_compiled.py runs these tests."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import taut
+from tables import SOLVERS, K, apply, patchy, problem
+from taut import LagrangeMemory, Projection, project
+from taut.activations import ACTIVATIONS, bounded, sigmoid
+from test_compiled import Network, assert_same, each_kind, given
+
+
+def compiled(function, **options):
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+
+
+# torch.compile
+
+
+def training_step(layer, net, memory):
+    def step(x, y, b, index):
+        solution = layer.solve(net(x), b, init=memory[index])
+        loss = taut.matched_loss(solution, y)
+        memory.store(index, solution)
+        return loss
+
+    return step
+
+
+def test_a_training_step_is_one_graph():
+    _, A, _ = problem()
+    net, memory = torch.nn.Linear(3, K), LagrangeMemory(20, 2)
+    layer = Projection(A, activation="sigmoid")
+    step = training_step(layer, net, memory)
+    fast, tables, grads = compiled(step, dynamic=True), [], []
+    batches = [(n, torch.randn(n, 3), torch.rand(n, K), torch.randperm(20)[:n]) for n in (6, 9, 6)]
+    for function in (step, fast):
+        memory.multipliers.zero_()
+        net.zero_grad()
+        for _, x, y, index in batches:
+            function(x, y, apply(A, y), index).backward()
+        tables.append(memory.multipliers.clone())
+        grads.append(net.weight.grad.clone())
+    assert_close(tables[0], tables[1], rtol=0, atol=1e-14)
+    assert_close(grads[0], grads[1], rtol=0, atol=1e-15)
+    assert tables[0].abs().max() > 0.1
+    with pytest.raises(taut.SolveError, match="6 of 6 samples could not be projected"):
+        fast(batches[0][1], batches[0][2], torch.full((6, 2), 1e3), batches[0][3])
+
+
+@pytest.mark.filterwarnings("ignore::taut.FailureWarning")
+@each_kind
+def test_compiled_layers(kind):
+    """In one graph, in which the solution is made, and from which it is returned."""
+    tensors, y = given(kind, "tanh")
+    v, b = tensors.pop("v"), tensors.pop("b")
+    layer = Projection(**tensors, activation="tanh", on_failure="return")
+
+    def f(v, b):
+        return layer.solve(v, b)
+
+    expected, found = f(v, b), compiled(f)(v, b)
+    for solution in (expected, found):
+        assert solution.status.eq(0).any()
+    for name in ("z", "multipliers", "status", "active", "condition", "radius", "converged"):
+        assert_close(getattr(found, name), getattr(expected, name), equal_nan=True)
+    assert found.report() == expected.report()
+    grads = [
+        torch.autograd.grad(x.z.square().sum() + taut.matched_loss(x, y), (v, b))
+        for x in (found, expected)
+    ]
+    assert_same(*grads)
+
+
+def test_a_prepared_matrix_in_a_graph():
+    v, A, b = problem("exp")
+    prepared = taut.prepare(A, "exp")
+    z = compiled(lambda v, b: project(v, prepared, b).z)(v, b)
+    assert_close(z, project(v, prepared, b).z, rtol=0, atol=1e-14)
+
+
+own = taut.Activation(
+    "own", sigmoid.sigma, sigmoid.slope, sigmoid.phi, sigmoid.inverse, sigmoid.psi, sigmoid.range
+)
+FUNCTIONS = {
+    "vmap": torch.func.vmap,
+    "grad": lambda f: torch.func.grad(lambda *args: f(*args).sum()),
+    "vmap of grad": lambda f: torch.func.vmap(torch.func.grad(f)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_torch_func_in_a_graph(name):
+    v, A, b = problem()
+    y = torch.rand(6, K)
+
+    def loss(v, b, y):
+        return taut.matched_loss(project(v, A, b, activation="sigmoid"), y)
+
+    function = FUNCTIONS[name](loss)
+    assert_close(compiled(function)(v, b, y), function(v, b, y), rtol=0, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch of itself
+def test_forward_mode_in_a_graph_is_refused():
+    v, A, b = problem()
+
+    def tangent(v):
+        return torch.func.jvp(lambda v: project(v, A, b, activation="sigmoid").z, (v,), (v,))[1]
+
+    for fullgraph in (False, True):
+        with pytest.raises(RuntimeError, match="first derivatives only, and no forward mode"):
+            torch.compile(tangent, backend="aot_eager", fullgraph=fullgraph)(v)
+
+
+UNFIT = {
+    "activation of one's own": (lambda A: {"A": A, "activation": own}, "'own' is made of Python"),
+    "another solver": (
+        lambda A: {
+            "A": A,
+            "activation": "sigmoid",
+            "solver": SOLVERS["GradientDescent"][0],
+        },
+        "taut.Newton, and not GradientDescent",
+    ),
+    "sparse A": (lambda A: {"A": A.to_sparse(), "activation": "sigmoid"}, "a sparse matrix"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::taut.FailureWarning")
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_a_graph_cannot_carry(name):
+    """torch.compile runs it between two graphs; torch.export says why not."""
+    v, A, b = problem(n=3, I=2, K=9, matrix=patchy, size=1.0, seed=3)
+    make, words = UNFIT[name]
+    layer = Projection(**make(A), on_failure="return")
+    layer(v, b)  # warns, if it must, before a compiler looks on
+    torch.compiler.reset()
+    z = torch.compile(layer, backend="eager")(v, b)
+    assert_close(z, layer(v, b), rtol=0, atol=1e-12)
+    with pytest.raises(NotImplementedError, match=words):
+        torch.export.export(layer, (v, b))
+
+
+# torch.export
+
+
+def test_an_exported_model_runs_in_another_process(tmp_path):
+    """For any number of samples."""
+    models = {
+        "equations": Network("tanh"),
+        "rows": Network(
+            bounded(-torch.arange(1.0, 6.0), torch.arange(1.0, 6.0)), G=torch.eye(K)[:2], upper=1.0
+        ),
+        "bounds": Network("srlu", lower=-0.5),
+    }
+    x, sizes = torch.randn(7, 3), {"x": {0: torch.export.Dim.DYNAMIC}}
+    for name, model in models.items():
+        program = torch.export.export(model, (x[:4],), dynamic_shapes=sizes)
+        torch.export.save(program, tmp_path / f"{name}.pt2")
+    torch.save((x, {name: model(x) for name, model in models.items()}), tmp_path / "expected.pt")
+    code = f"""
+import torch, taut
+x, expected = torch.load({str(tmp_path / "expected.pt")!r})
+for name, z in expected.items():
+    model = torch.export.load({str(tmp_path)!r} + "/" + name + ".pt2").module()
+    assert (model(x) - z).abs().max() < 1e-14, name
+    assert model(x[:1]).shape == (1, 5)
+print("as before")
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "as before", done.stderr
+
+
+# Inductor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@each_kind
+def test_by_inductor(activation, kind):
+    tensors, y = given(kind, activation)
+    names = list(tensors)
+
+    def f(*values):
+        solution = project(
+            **dict(zip(names, values, strict=True)), activation=activation, on_failure="return"
+        )
+        return taut.matched_loss(solution, y) + solution.z.square().sum()
+
+    torch.compiler.reset()
+    fast = torch.compile(f, fullgraph=True)
+    values = list(tensors.values())
+    expected = torch.autograd.grad(f(*values), values, allow_unused=True)
+    assert_same(torch.autograd.grad(fast(*values), values, allow_unused=True), expected)
