@@ -35,7 +35,7 @@ from taut.maps import LinearMap
 from taut.outcome import Outcome
 from taut.problems import Linear, Problem
 
-LIMIT = 30  # iterations; what takes longer is not easy
+_LIMIT = 30  # iterations; what takes longer is not easy
 # A plan of more products than this is built for this many samples: one alone does not repay it.
 LARGE, REPAID = 2**20, 8
 
@@ -95,7 +95,7 @@ class Given(NamedTuple):
         values = {
             "rules": addressof(structure),
             "single": dtype is torch.float32,
-            "limit": min(rules.max_iterations, LIMIT),
+            "limit": min(rules.max_iterations, _LIMIT),
             "target": rules.target(dtype),
             "cap": rules.cap(dtype),
             "share": rules.share(dtype),

@@ -73,7 +73,8 @@ def make_rows(C: Basis, A: Basis, activation: Activation) -> Rows | None:
         kept = torch.zeros(first, dtype=torch.bool, device="cpu")
         kept[:count] = True if A.left_out is None else ~A.left_out
         line = _eliminated(a, first, kept, known["scale"] / known["temperature"])
-    ends = {"lowest": lowest, "highest": highest}
+    norm = a.norm(dim=-1)
+    ends = {"lowest": lowest, "highest": highest, "norm": norm.where(norm > 0, 1.0)}
     single = ((a != 0).sum(-1) == 1) & (torch.arange(len(order), device="cpu") >= first)
     if bool(single.any()):
         ends["only"] = torch.where(single, absolute.argmax(-1), -1)
@@ -96,6 +97,7 @@ def _eliminated(
     q = (reduced * w) @ reduced.mT
     arrays = {"inverse": inverse, "through": through, "q": (q + q.mT) / 2}
     arrays["root"] = q.diagonal().clamp_min(0).sqrt()
+    arrays["norm"] = arrays["root"].where(arrays["root"] > 0, 1.0)
     # Running errors as in systems/pull.py, where pivots of G come after those of A.
     error = _running(factor, gram)
     below = torch.linalg.solve_triangular(factor, (A * w) @ G.mT, upper=False)

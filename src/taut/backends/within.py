@@ -13,7 +13,6 @@ from taut.analysis import Basis
 from taut.backends.base import Rules
 from taut.backends.cpu import (
     LARGE,
-    LIMIT,
     REPAID,
     USUAL,
     Cpu,
@@ -30,6 +29,7 @@ from taut.problems import Inequalities, Linear, Problem
 from taut.systems import Known
 
 _UNIT = 2.0**-52
+_INNER = 60  # steps of the interior point method
 
 
 class _Known(NamedTuple):
@@ -147,7 +147,7 @@ class CpuWithin:
             "begun": begun,
             "samples": n,
             "limit": min(rules.max_iterations, rules.first),
-            "most": min(rules.max_iterations, LIMIT),
+            "inner": min(rules.max_iterations, _INNER),
             "next": 0,
             "unsolved": n,
             "target": max(rules.tol or 0.0, 8 * _UNIT),

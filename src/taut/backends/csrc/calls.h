@@ -82,6 +82,7 @@
     FIELD(const double *, through)  /* (A W Aᵀ)⁻¹A W Gᵀ, equations × rows */                     \
     FIELD(const double *, q)        /* rows × rows */                                            \
     FIELD(const double *, root)     /* of its diagonal */                                        \
+    FIELD(const double *, norm)     /* the same, 1 where it is 0 */                              \
     FIELD(const double *, made_of)  /* what a pivot of Q is left of, and its running error */    \
     FIELD(double, error)            /* the running error of the pivots of A W Aᵀ */
 
@@ -148,6 +149,7 @@
     FIELD(const Rules *, rules)                                                         \
     FIELD(const double *, lowest)  /* the ends of the range of each output */           \
     FIELD(const double *, highest)                                                      \
+    FIELD(const double *, norm)    /* the length of each row, 1 for filling */           \
     FIELD(const int64_t *, only) /* the output of a row of G with one entry, else −1; or NULL */ \
     FIELD(const void *, v)                                                              \
     FIELD(const void *, lower)                                                          \
@@ -165,8 +167,8 @@
     FIELD(int64_t, equations)  /* rows of A, as filled up in the plan */                \
     FIELD(int64_t, samples)                                                             \
     FIELD(int64_t, single)                                                              \
-    FIELD(int64_t, limit)      /* of steps where σ is a line */                         \
-    FIELD(int64_t, most)       /* of steps where it is not, or z has bounds */          \
+    FIELD(int64_t, limit)      /* of Newton's steps */                                  \
+    FIELD(int64_t, inner)      /* of the interior point method */                       \
     FIELD(int64_t, next)                                                                \
     FIELD(int64_t, unsolved)                                                            \
     FIELD(double, target)                                                               \

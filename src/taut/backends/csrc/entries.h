@@ -34,12 +34,14 @@ void VARIANT(taut_stable)(Stable *s) {
 
 void VARIANT(taut_within)(Within *s) {
     Sides sides;
+    Path path = {.memory = NULL};
     void *memory = make_sides(s->plan, &sides);
     while (memory) {
         int64_t first = __atomic_fetch_add(&s->next, LANES, __ATOMIC_RELAXED);
         if (first >= s->samples) break;
-        within_block(s->plan, s, &sides, first);
+        within_block(s->plan, s, &sides, &path, first);
     }
+    free(path.memory);
     free(memory);
 }
 

@@ -5,6 +5,7 @@
 
 #include "arc.h"
 #include "box.h"
+#include "interior.h"
 
 #define NEARBY 1e-3 /* from here on it is asked what is rounding */
 #define PASSES 6 /* of a line: one finds the active rows, others what rounding left */
@@ -185,7 +186,7 @@ PART mask iterate(const Plan *p, const Within *s, Sides *x, mask open, lanes *it
         solved |= done;
         open &= ~done & (plain < INFINITY);
         const int straight = s->line && !x->boxed;
-        if (!any(open) || pass == (straight ? PASSES : s->most)) break;
+        if (!any(open) || pass == (straight ? PASSES : s->limit)) break;
         find_noise(p, x);
         if (straight) {
             descend_line(s, x, &open, iterations);
@@ -226,13 +227,15 @@ PART void write_answers(const Plan *p, Within *s, Sides *x, int64_t first, mask 
     }
 }
 
-/* From ν to answers, in one way; returns the samples that have them. */
-PART mask attempt(const Plan *p, const Within *s, Sides *x, int64_t first, mask open,
+/* From ν to answers, by Newton's method, with `path` after the interior point method; returns the
+ * samples that have them. */
+PART mask attempt(const Plan *p, const Within *s, Sides *x, Path *path, int64_t first, mask open,
                   lanes *iterations) {
     lanes level = all(INFINITY);
     const int made = x->boxed && !s->floor; /* of rows */
     mask worked = open;
     if (made) open = make_box(p, s, x, open);
+    if (path) open &= find_by_path(p, s, x, path, open, iterations);
     evaluate_sides(p, x);
     mask solved = iterate(p, s, x, open, iterations, &level), rough = solved & (level > 4.0 * EPS);
     if (any(rough)) refine(p, s, x, rough);
@@ -251,7 +254,7 @@ PART mask attempt(const Plan *p, const Within *s, Sides *x, int64_t first, mask 
     return solved;
 }
 
-PART void within_block(const Plan *p, Within *s, Sides *x, int64_t first) {
+PART void within_block(const Plan *p, Within *s, Sides *x, Path *path, int64_t first) {
     mask open = read_sides(p, s, x, first), kept = open & ~open, solved = kept;
     lanes iterations = all(0.0);
     memset(x->nu, 0, p->rows * sizeof *x->nu);
@@ -264,13 +267,11 @@ PART void within_block(const Plan *p, Within *s, Sides *x, int64_t first) {
     memcpy(x->answer, x->nu, p->rows * sizeof *x->nu);
     memcpy(x->answer_u, x->u, p->outputs * sizeof *x->u);
     memcpy(x->answer_z, x->z, p->outputs * sizeof *x->z);
-    x->boxed = s->floor != NULL;
-    /* Rows of one entry are rows where σ is a line, which is fast, and only then bounds. */
-    for (int stage = s->only && !s->line; stage < 2 && any(open); stage++) {
-        if (stage == 1 && !s->only) break;
-        x->boxed = x->boxed || stage == 1;
+    /* Rows of one entry are bounds, but rows where σ is a line: that is faster. */
+    x->boxed = s->floor || (s->only && !s->line);
+    for (int stage = 0; stage < 2 && any(open); stage++) {
         memcpy(x->nu, x->start, p->rows * sizeof *x->nu);
-        mask found = attempt(p, s, x, first, open, &iterations);
+        mask found = attempt(p, s, x, stage ? path : NULL, first, open, &iterations);
         solved |= found;
         open &= ~found;
     }
