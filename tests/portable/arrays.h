@@ -1,6 +1,6 @@
 /* The file that record.py writes: named arrays, in sections. A section begins with a text called
- * "problem", its title, before the fields of a plan and of the rules; or "call": solve, backward or
- * loss. */
+ * "problem", its title, before the fields of a plan and of the rules; or "call": solve, backward,
+ * loss, within or pull. */
 #ifndef TAUT_ARRAYS_H
 #define TAUT_ARRAYS_H
 
@@ -11,7 +11,7 @@
 
 #define MAGIC "taut 2\n" /* read as an integer, also tells the order of bytes */
 
-#define MOST 64 /* arrays of a section */
+#define MOST 96 /* arrays of a section */
 
 typedef struct {
     char name[32];

@@ -26,7 +26,11 @@ typedef struct {
 static void complain(Report *report, const Job *job, const char *what, int64_t sample) {
     if (report->wrong++ < 20)
         fprintf(stderr, "%s, %s of %s: %s, sample %lld\n", job->variant->name,
-                job->kind == 's' ? "solve" : job->kind == 'b' ? "backward" : "loss",
+                job->kind == 's'   ? "solve"
+                : job->kind == 'b' ? "backward"
+                : job->kind == 'w' ? "within"
+                : job->kind == 'p' ? "pull"
+                                   : "loss",
                 report->problem, what, (long long)sample);
 }
 

@@ -2,7 +2,7 @@
 
     python tests/portable/record.py FILE [SEED]
 
-Of taut it takes plans, rules, and the three functions of the compiled code with the structures
+Of taut it takes plans, rules, and the functions of the compiled code with the structures
 that csrc/calls.h describes.
 """
 
@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 import rounding
 import torch
+import within
 from torch import Tensor
 
 import taut
@@ -259,6 +260,7 @@ def record(path: Path, seed: int) -> None:
                     recorder = Recorder(writer, A, activation(A.shape[1]), dtype)
                     for regime in REGIMES.values():
                         recorder.regime(regime)
+        within.record(writer, _structure, ACTIVATIONS)
 
 
 if __name__ == "__main__":

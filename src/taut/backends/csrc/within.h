@@ -258,6 +258,8 @@ PART void within_block(const Plan *p, Within *s, Sides *x, Path *path, int64_t f
     mask open = read_sides(p, s, x, first), kept = open & ~open, solved = kept;
     lanes iterations = all(0.0);
     memset(x->nu, 0, p->rows * sizeof *x->nu);
+    memcpy(x->u, x->v, p->outputs * sizeof *x->u); /* what is returned where there is no answer */
+    memset(x->z, 0, p->outputs * sizeof *x->z);
     if (s->begun)
         kept = begin(p, s, x, first, &open);
     else if (s->start)
