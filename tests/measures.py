@@ -91,10 +91,16 @@ def solve_and_differentiate(
 
 
 def assert_same_derivatives(one: SimpleNamespace, other: SimpleNamespace, given: Problem) -> None:
-    """Rounding is magnified by the condition number in λ, and once more in derivatives at λ."""
+    """Rounding is magnified by the condition number in λ, and once more in derivatives at λ.
+
+    They change with λ and u themselves, by as much as rounding leaves these undetermined.
+    """
     terms = sum(given.A.shape[-2:])  # of every sum, each with its 64 units of rounding
     digits = 64 * terms * torch.finfo(given.v.dtype).eps
-    digits = digits * condition(other, given.A, given.activation) ** 2
+    magnified = condition(other, given.A, given.activation)
+    apart = spread(other, *given, given.activation)[1]
+    moved = apart.sum(-1) + apply(given.A.double().abs().mT, apart).sum(-1)
+    digits = digits * magnified**2 + magnified * moved
     for name in ("dv", "db", "loss", "dloss"):
         x, y = (getattr(made, name).reshape(len(given.v), -1).double() for made in (one, other))
         far = other.converged & ((x - y).abs().amax(-1) > digits * (1 + y.abs().amax(-1)))
