@@ -215,17 +215,18 @@ def distillation(z: Tensor, x: Tensor) -> Tensor:
 
 
 def _distillation(n: int, source: torch.Generator) -> tuple[Tensor, tuple[Tensor, ...]]:
-    z0, z1 = _uniform(source, 0.1, 0.3, n), _uniform(source, 1, 2, n)
-    f = torch.softmax(_normal(source, n, 3), -1)
-    q = torch.softmax(_normal(source, n, 3), -1)
+    many = 8 * n + 64  # of which some half have fractions above 0
+    z0, z1 = _uniform(source, 0.1, 0.3, many), _uniform(source, 1, 2, many)
+    f = torch.softmax(_normal(source, many, 3), -1)
+    q = torch.softmax(_normal(source, many, 3), -1)
     feed = (z0 * f[:, 0] + z1 * q[:, 0]) / 0.697616946
     z6 = (0.302383054 * feed - z0 * f[:, 1]) / z1
     z7 = 1 - q[:, 0] - z6
-    boil = _uniform(source, 2, 5, n)
+    boil = _uniform(source, 2, 5, many)
     z = torch.stack([z0, z1, *f.unbind(-1), q[:, 0], z6, z7, boil * z0], -1)
     x = torch.stack([feed, z0 + z1 - feed, boil], -1)
     kept = ((z6 > 0.01) & (z7 > 0.01)).nonzero().squeeze(-1)
-    index = kept[torch.arange(n) % len(kept)]
+    index = kept[:n]
     return z[index], (x[index],)
 
 

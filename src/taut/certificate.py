@@ -193,13 +193,17 @@ def rays(
     plain = [ray, ray.where(ray.abs() > 1e-3, 0)]
     yield from plain
     if not bool((least.isfinite() & most.isfinite()).all()):
-        yield from (_refined(x, C, least, most) for x in plain)
+        yield from (_refined(x, C, least, most, faint) for faint in (0.0, 1e-3) for x in plain)
 
 
-def _refined(ray: Tensor, C: LinearMap, least: Tensor, most: Tensor) -> Tensor:
-    """Inverse iteration: Cᵀν → 0 at the outputs whose ends do not bound it, with ν's signs."""
+def _refined(ray: Tensor, C: LinearMap, least: Tensor, most: Tensor, faint: float) -> Tensor:
+    """Inverse iteration: Cᵀν → 0 at the outputs whose ends do not bound it, with ν's signs.
+
+    And where it is so `faint` a part of its terms that it may well be 0.
+    """
     support_of, y = ray != 0, C.adjoint(ray)
     harmless = (y > 0) & most.isfinite() | (y < 0) & least.isfinite()
+    harmless = harmless & (y.abs() > faint * C.abs().adjoint(ray.abs()))
     harmless = harmless | (least.isfinite() & most.isfinite())
     w = (~harmless).to(ray.dtype)
     top = C.gram_diagonal(w).where(support_of, 0).amax(-1, keepdim=True).clamp_min(1e-290)

@@ -19,7 +19,8 @@ from taut.solvers.sequential import sequential
 from taut.solvers.step import Search, State, newton_step, worth_leaving_out
 from taut.solvers.verdict import Verdicts, judge
 
-# What is not decided after so many iterations begins again, by annealing, if logits are large.
+# What is not decided after so many iterations begins again: by annealing, if logits are large, or
+# from 0, if a start was given.
 _PATIENCE, _LARGE = 20, 10.0
 # A residual that was not halved in so many iterations is given up.
 _STALLED = 100
@@ -141,6 +142,7 @@ def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
             search, state, progress = search.take(left), state.take(left), progress.take(left)
         if iteration == _PATIENCE:
             state, progress = _annealed(search, state, progress)
+            state, progress = _from_zero(search, state, progress, start)
         closed = None if open == len(state.u) else ~progress.open
         state = newton_step(search, state, closed)
     multipliers = task.basis.leave(found.multipliers)
@@ -161,10 +163,24 @@ def _annealed(search: Search, state: State, progress: "_Progress") -> tuple[Stat
         return state, progress
     part, done = anneal(search.take(index), state.take(index))
     state.write(index, part)
-    moved = index[done]
-    best, least = (x.index_fill(0, moved, torch.inf) for x in (progress.best, progress.least))
-    stalls, idle = (x.index_fill(0, moved, 0) for x in (progress.stalls, progress.idle))
-    return state, progress._replace(best=best, stalls=stalls, least=least, idle=idle)
+    return state, progress.anew(index[done])
+
+
+def _from_zero(
+    search: Search, state: State, progress: "_Progress", start: Tensor
+) -> tuple[State, "_Progress"]:
+    """The samples that are still open, from λ = 0: their start has led nowhere.
+
+    Far out all activations have saturated, and a step moves u by next to nothing.
+    """
+    large = search.task.v.abs().amax(-1) > _LARGE
+    given = (start[progress.place] != 0).any(-1)
+    index = (progress.open & given & ~large).nonzero().squeeze(-1)
+    if len(index) == 0:
+        return state, progress
+    part = search.take(index)
+    state.write(index, _start(part, torch.zeros_like(state.multipliers[index])))
+    return state, progress.anew(index)
 
 
 @final
@@ -237,6 +253,12 @@ class _Progress(NamedTuple):
         idle = (self.idle + 1).masked_fill_((size < 0.5 * self.least) | (stalls == 0), 0)
         least = torch.minimum(self.least, size)
         return _Progress(self.place, self.open & ~fresh, best, stalls, least, idle)
+
+    def anew(self, index: Int[Tensor, "m"]) -> "_Progress":
+        """Without what the samples at `index` have come to: they begin again."""
+        best, least = (x.index_fill(0, index, torch.inf) for x in (self.best, self.least))
+        stalls, idle = (x.index_fill(0, index, 0) for x in (self.stalls, self.idle))
+        return self._replace(best=best, stalls=stalls, least=least, idle=idle)
 
     def stalled(self, state: State) -> Int[Tensor, "n"]:
         """`stalls` with this state in it."""
