@@ -34,7 +34,19 @@ PINS: dict[str, list[str]] = {
     "sinkhorn": [TORCH, *_COMMON, "POT==0.9.7.post1", "LinSATNet==0.1.3"],
     "qpth": [TORCH, "numpy==1.26.4", "scipy==1.17.1", "qpth==0.0.18", "cvxpy==1.7.5"],
     "qpax": [*_COMMON, "qpax==0.1.4", "jax==0.10.2", "jaxlib==0.10.2"],
+    "proxsuite": [TORCH, *_COMMON, "proxsuite==0.8.0"],
+    "pinet": [
+        *_COMMON,
+        "jax==0.10.2",
+        "jaxlib==0.10.2",
+        "equinox==0.13.8",
+        "jaxtyping==0.3.11",
+        "beartype==0.23.1",
+        "pinet-hcnn==0.2.0",
+    ],
 }
+#: Of these only the package itself: what else they list is not needed here.
+ALONE = ("pinet-hcnn",)
 
 
 def ensure(name: str) -> Path:
@@ -52,7 +64,9 @@ def ensure(name: str) -> Path:
     venv.create(root, with_pip=True)
     # torch first and alone: a peer that merely requires "torch" must find the pinned one there.
     first = [pin for pin in pins if pin.startswith("torch==")]
-    for step in (first, pins):
+    alone = [pin for pin in pins if pin.startswith(ALONE)]
+    rest = [pin for pin in pins if pin not in alone]
+    for step in (first, rest, ["--no-deps", *alone] if alone else []):
         if step:
             subprocess.run([python, "-m", "pip", "install", "--quiet", *step], check=True)
     stamp.write_text("\n".join(pins) + "\n")

@@ -3,8 +3,9 @@
     make fuzz N=1000000                          or, with more control,
     .venv/bin/python benchmarks/fuzz.py --rows 1000000 --seed 0 --processes 2
 
-Rows come in blocks; block b of seed s is always the same. The exit code is 1 when any check
-failed, and each failure is printed as a snippet that rebuilds its row.
+Rows come in blocks, of equations and of inequalities in turn (--kind); block b of seed s is always
+the same. A run goes on where another stopped with the --first that it printed. The exit code is 1
+when any check failed, and each failure is printed as a snippet that rebuilds its row.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import taut
 from fuzzing.blocks import MOST
-from fuzzing.runner import reproducer, run_blocks
+from fuzzing.runner import KINDS, reproducer, run_blocks
 from fuzzing.tally import Tally, report, table
 
 
@@ -31,6 +32,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=10_000, help="stop after this many rows")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="or after this long")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=("both", *KINDS), default="both")
     parser.add_argument("--first", type=int, default=0, help="number of the first block")
     parser.add_argument("--most", type=int, help="rows in a block; else so that there are many")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="0: none more")
@@ -54,7 +56,8 @@ def fuzz(options: argparse.Namespace, console: Console) -> Tally:
     )
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("fuzz", total=options.rows, rate=0.0)
-        blocks = run_blocks(options.seed, options.first, options.most, options.processes)
+        kinds = KINDS if options.kind == "both" else (options.kind,)
+        blocks = run_blocks(options.seed, options.first, options.most, options.processes, kinds)
         with contextlib.closing(blocks), contextlib.suppress(KeyboardInterrupt):
             for part in blocks:
                 tally.merge(part)
@@ -67,7 +70,8 @@ def fuzz(options: argparse.Namespace, console: Console) -> Tally:
     return tally
 
 
-def show(tally: Tally, seconds: float, shown: int, console: Console) -> None:
+def show(tally: Tally, seconds: float, options: argparse.Namespace, console: Console) -> None:
+    each = len(KINDS) if options.kind == "both" else 1
     for names in (("activation", "dtype"), ("target",), ("matrix",), ("logits",), ("start",)):
         console.print(table(" × ".join(names), tally.by(*names), names))
     promised = tally.promised.summary()
@@ -77,11 +81,12 @@ def show(tally: Tally, seconds: float, shown: int, console: Console) -> None:
         console.print(f"  {name}: {count:,}")
     rate = tally.rows / seconds
     console.print(f"{tally.rows:,} rows, {tally.blocks:,} blocks, {seconds:.0f} s, {rate:,.0f}/s")
+    console.print(f"to go on: --most {options.most} --first {options.first + tally.blocks // each}")
     for check, count in tally.checks.most_common():
         console.print(f"[red]FAILED on {count:,} rows: {check}", highlight=False)
     seen: set[str] = set()
     for failure in tally.failures:
-        if failure.check not in seen and len(seen) < shown:
+        if failure.check not in seen and len(seen) < options.shown:
             seen.add(failure.check)
             console.print("\n" + reproducer(failure), markup=False, highlight=False, soft_wrap=True)
 
@@ -94,9 +99,10 @@ def main(argv: list[str] | None = None) -> int:
     began = time.monotonic()
     tally = fuzz(options, console)
     seconds = time.monotonic() - began
-    show(tally, seconds, options.shown, console)
+    show(tally, seconds, options, console)
     run = {
-        "command": f"benchmarks/fuzz.py --rows {options.rows} --seed {options.seed}",
+        "command": f"benchmarks/fuzz.py --kind {options.kind} --rows {options.rows} "
+        f"--seed {options.seed} --first {options.first} --most {options.most}",
         "taut": taut.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),

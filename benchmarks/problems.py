@@ -4,8 +4,9 @@ Each is ``z = σ((v + Aᵀλ)/τ), A z = b`` for N samples, equivalently
 
     minimise  τ Σ ψ(z_k) − vᵀz   subject to  A z = b
 
-with ψ the negative entropy that belongs to σ. The loss is ``Σ g∘z`` with a fixed random ``g``; the
-gradient compared is the one in ``v``. The first rows of a large N are the rows of a smaller N.
+with ψ the negative entropy that belongs to σ, and G z ≤ upper where there are inequalities. The
+loss is ``Σ g∘z`` with a fixed random ``g``; the gradient compared is the one in ``v``. The first
+rows of a large N are the rows of a smaller N.
 """
 
 from collections.abc import Callable
@@ -29,16 +30,24 @@ class Problem:
     g: Array
     temperature: float = 1.0
     side: int = 0  # z is a side × side matrix, when not 0
+    G: Array | None = None  # G z ≤ upper, which is (N, M), or (M,) where the family shares it
+    upper: Array | None = None
 
     def rows(self, count: int) -> "Problem":
         """The same problem for the first ``count`` samples."""
         b = self.b if self.b.ndim == 1 else self.b[:count]
-        return replace(self, v=self.v[:count], b=b, g=self.g[:count])
+        upper = self.upper if self.upper is None or self.upper.ndim == 1 else self.upper[:count]
+        return replace(self, v=self.v[:count], b=b, g=self.g[:count], upper=upper)
 
     @property
     def b_rows(self) -> Array:
         """``b`` with one row per sample."""
         return np.broadcast_to(self.b, (len(self.v), len(self.A)))
+
+    @property
+    def upper_rows(self) -> Array:
+        """``upper`` with one row per sample."""
+        return np.broadcast_to(self.upper, (len(self.v), len(self.G)))
 
 
 def _normal(seed: int, stream: int, *shape: int) -> Array:
@@ -125,6 +134,49 @@ def softmax(samples: int, K: int, temperature: float, seed: int = 0) -> Problem:
     return Problem("softmax", "exp", v, np.ones((1, K)), np.ones(1), g, temperature=temperature)
 
 
+def quadratic(samples: int, K: int, I: int, M: int, seed: int = 17) -> Problem:
+    """The constraints of DC3's quadratic programs, with a v of its own for each sample."""
+    random = np.random.RandomState(seed)
+    A, G = random.normal(size=(I, K)), random.normal(size=(M, K))
+    upper = np.abs(G @ np.linalg.pinv(A)).sum(1)
+    b = 2 * _uniform(seed, 1, samples, I) - 1
+    v = 3 * _normal(seed, 2, samples, K)
+    return Problem("quadratic", "linear", v, A, b, _normal(seed, 3, samples, K), G=G, upper=upper)
+
+
+def _within(family: str, activation: str, samples: int, K: int, I: int, M: int, seed: int):
+    """Dense signed rows; sides a little beyond a point inside: about a third of them are active."""
+    A, G = _normal(seed, 0, I, K), _normal(seed, 5, M, K)
+    A[0] = 1
+    y = _normal(seed, 1, samples, K)
+    y = _sigmoid(y) if activation == "sigmoid" else np.exp(0.5 * y)
+    upper = y @ G.T + 0.5 * _uniform(seed, 6, samples, M) * np.sqrt(K) * y.std()
+    v = _normal(seed, 2, samples, K) * (2 if activation == "sigmoid" else 1)
+    g = _normal(seed, 3, samples, K)
+    return Problem(family, activation, v, A, y @ A.T, g, G=G, upper=upper)
+
+
+def exp_within(samples: int, K: int, I: int, M: int, seed: int = 0) -> Problem:
+    """Entropic, with inequalities."""
+    return _within("exp_within", "exp", samples, K, I, M, seed)
+
+
+def sigmoid_within(samples: int, K: int, I: int, M: int, seed: int = 0) -> Problem:
+    """Fermi–Dirac, with inequalities."""
+    return _within("sigmoid_within", "sigmoid", samples, K, I, M, seed)
+
+
+def cover_within(samples: int, K: int, I: int, M: int, seed: int = 0) -> Problem:
+    """LinSATNet's own form: 0/1 rows, I of them =, M/2 ≤ and M/2 ≥ (turned around here)."""
+    problem = cover(samples, K, I, seed)
+    z = _sigmoid(_normal(seed, 1, K))
+    G = (_uniform(seed, 5, M, K) < 1 / 3).astype(float)
+    G[np.arange(M), np.arange(M) % K] = 1.0
+    gap = 0.02 * G.sum(1) * _uniform(seed, 6, M)
+    G[M // 2 :] *= -1
+    return replace(problem, family="cover_within", G=G, upper=G @ z + gap)
+
+
 FAMILIES: dict[str, Callable[..., Problem]] = {
     "sigmoid": sigmoid,
     "doubly_stochastic": doubly_stochastic,
@@ -133,6 +185,10 @@ FAMILIES: dict[str, Callable[..., Problem]] = {
     "nonnegative": nonnegative,
     "linear": linear,
     "softmax": softmax,
+    "quadratic": quadratic,
+    "exp_within": exp_within,
+    "sigmoid_within": sigmoid_within,
+    "cover_within": cover_within,
 }
 
 

@@ -6,8 +6,11 @@ float64 even where A is badly conditioned. The gradient's linear system is refin
 It shares no code with the library or with the peers and makes no attempt to be fast.
 """
 
+from dataclasses import replace
+
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import minimize
 
 from problems import Array, Problem
 
@@ -104,8 +107,58 @@ def solve(problem: Problem) -> tuple[Array, Array]:
     return z.astype(float), gradient.astype(float)
 
 
+def solve_within(problem: Problem) -> tuple[Array, Array]:
+    """`solve` with inequalities: the active ones of each sample are found, and are equations then.
+
+    A bounded quasi-Newton method on the dual suggests which are active; rows are added and dropped
+    until the conditions of optimality hold.
+    """
+    found = [_one_within(problem.rows(i + 1), i) for i in range(len(problem.v))]
+    return tuple(np.stack(x) for x in zip(*found, strict=True))
+
+
+def _one_within(problem: Problem, i: int) -> tuple[Array, Array]:
+    v, b, g = problem.v[i], problem.b_rows[i], problem.g[i]
+    G, upper, count = problem.G, problem.upper_rows[i], len(problem.A)
+    C, sides = np.concatenate([problem.A, G]), np.concatenate([b, upper])
+
+    def dual(x: Array) -> tuple[float, Array]:
+        u = v + x @ C
+        return _phi(problem.activation, u).sum() - x @ sides, C @ _sigma(problem.activation, u)[
+            0
+        ] - sides
+
+    bounds = [(None, None)] * count + [(None, 0.0)] * len(G)
+    options = {"maxiter": 20_000, "maxfun": 40_000, "ftol": 1e-17, "gtol": 1e-10, "maxcor": 50}
+    start = minimize(dual, np.zeros(len(C)), jac=True, bounds=bounds, options=options).x
+    active = start[count:] < -1e-7 * max(1.0, np.abs(start).max())
+    for _ in range(30):
+        rows = np.concatenate([np.arange(count), count + np.flatnonzero(active)])
+        part = replace(
+            problem, v=v[None], g=g[None], A=C[rows], b=sides[rows][None], G=None, upper=None
+        )
+        z, gradient = solve(part)
+        u = _inverse(problem.activation, z[0]) - v
+        multipliers = np.linalg.lstsq(C[rows].T, u, rcond=None)[0][count:]
+        wrong = np.zeros(len(G), bool)
+        wrong[np.flatnonzero(active)[multipliers > 0]] = True
+        broken = ~active & (G @ z[0] - upper > 1e-11 * (1 + np.abs(upper)))
+        if not (wrong | broken).any():
+            return z[0], gradient[0]
+        active = (active & ~wrong) | broken
+    raise RuntimeError(f"no active rows were found for sample {i} of {problem.family}")
+
+
+def _inverse(activation: str, z: Array) -> Array:
+    if activation == "linear":
+        return z
+    return np.log(z) if activation == "exp" else np.log(z) - np.log1p(-z)
+
+
 def checked_rows(problem: Problem) -> int:
     """How many of the first rows the error columns look at."""
+    if problem.G is not None:
+        return min(len(problem.v), 16)
     return min(len(problem.v), 256, 2**18 // problem.A.shape[1])
 
 
@@ -118,10 +171,15 @@ def errors(
     smaller, since a cold softmax has gradients of the order 1/τ.
     """
     few = problem.rows(len(z))
-    right_z, right_gradient = (array[: len(z)] for array in right or solve(few))
+    chosen = solve if problem.G is None else solve_within
+    right_z, right_gradient = (array[: len(z)] for array in right or chosen(few))
     scale = np.maximum(1, np.abs(right_gradient).max(axis=1, keepdims=True))
     return {
         "error_z": float(np.abs(z - right_z).max()),
         "error_gradient": float((np.abs(gradient - right_gradient) / scale).max()),
-        "residual": float(np.abs(z @ few.A.T - few.b_rows).max()),
+        "residual": max(float(np.abs(z @ few.A.T - few.b_rows).max()), _violation(few, z)),
     }
+
+
+def _violation(problem: Problem, z: Array) -> float:
+    return 0.0 if problem.G is None else float((z @ problem.G.T - problem.upper_rows).max())

@@ -60,6 +60,7 @@ SCIPY = tuple(
     for setting in ("default", "tight")
 )
 LINSATNET = ("LinSATNet default", "LinSATNet default float32", "LinSATNet tight")
+_MOREAU = ("cvxpylayers Moreau default", "cvxpylayers Moreau tight")
 OURS = ("taut", "taut Projection", "taut float32")
 
 # module of peers → its environment; None is the environment of taut itself
@@ -72,6 +73,8 @@ MODULES = {
     "scipy_peer": "sinkhorn",
     "qpth_peer": "qpth",
     "qpax_peer": "qpax",
+    "proxsuite_peer": "proxsuite",
+    "pinet_peer": "pinet",
 }
 
 
@@ -109,6 +112,19 @@ CASES = (
             "cvxpylayers_peer": tuple(who for who in CVXPYLAYERS if "default" in who),
         },
     ),
+    Case(
+        "quadratic",
+        ((100, 50, 50),),
+        {
+            "pinet_peer": ("PiNet 50 steps", "PiNet 50 steps float32", "PiNet tight"),
+            "proxsuite_peer": ("proxsuite default", "proxsuite tight"),
+            "qpth_peer": ("qpth default",),
+            "cvxpylayers_peer": ("cvxpylayers Moreau default", "cvxpylayers Clarabel default"),
+        },
+    ),
+    Case("exp_within", ((64, 8, 16),), {"cvxpylayers_peer": _MOREAU}),
+    Case("sigmoid_within", ((64, 8, 16),), {"cvxpylayers_peer": _MOREAU}),
+    Case("cover_within", ((64, 8, 16),), {"linsatnet_peer": LINSATNET}),
     Case(
         "softmax",
         tuple((10, temperature) for temperature in TEMPERATURES),
@@ -163,7 +179,8 @@ def _failed(who: str, family: str, size: tuple, samples: int, failure: str) -> d
 def _right(family: str, size: tuple) -> tuple[Array, Array]:
     """The reference of the rows that are checked, once per problem."""
     problem = make(family, max(SAMPLES), list(size))
-    return reference.solve(problem.rows(reference.checked_rows(problem)))
+    few = problem.rows(reference.checked_rows(problem))
+    return reference.solve(few) if few.G is None else reference.solve_within(few)
 
 
 def _complete(record: dict[str, Any], who: str, family: str, size: tuple) -> dict[str, Any]:

@@ -11,8 +11,11 @@ import taut
 from fuzzing.blocks import make_block
 from fuzzing.checks import Answer, check_rows
 from fuzzing.laws import LABELS
-from fuzzing.runner import reproducer, run_block
+from fuzzing.optimal import check_optimal
+from fuzzing.runner import KINDS, reproducer, run_block
 from fuzzing.tally import Tally
+from fuzzing.tangents import check_tangents
+from fuzzing.within import make_within
 from tables import ALL, SEED, K, apply, both_dtypes, margins, problem, target
 from taut import SolveError, Status, is_certificate, project
 from taut.certificate import support
@@ -210,23 +213,25 @@ def test_margins_that_contradict_each_other_are_not_solved():
 # The fuzzer: many little blocks, every check, the same samples every time
 
 
-def _run(label, blocks):
+def _run(label, blocks, kind="equations"):
     tally = Tally()
     for number in range(LABELS.index(label), blocks * len(LABELS), len(LABELS)):
-        tally.merge(run_block(seed=SEED, number=number, most=32))
+        tally.merge(run_block(seed=SEED, number=number, most=32, kind=kind))
     assert tally.silent_wrong == 0 and not tally.checks, reproducer(tally.failures[0])
     return tally
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("label", LABELS)
-def test_no_sample_is_wrong_in_silence(label):
-    assert _run(label, blocks=2).rows > 30
+def test_no_sample_is_wrong_in_silence(label, kind):
+    assert _run(label, 2, kind).rows > 30
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("label", LABELS)
-def test_no_sample_is_wrong_in_silence_in_more_blocks(label):
-    assert _run(label, blocks=20).rows > 300
+def test_no_sample_is_wrong_in_silence_in_more_blocks(label, kind):
+    assert _run(label, 20, kind).rows > 300
 
 
 def test_a_block_is_the_same_every_time():
@@ -252,3 +257,41 @@ def test_the_checks_notice_what_they_are_for(spoil, check):
     assert not any(mask.any() for mask in check_rows(block, answer).values())
     spoil(answer)
     assert check_rows(block, answer)[check].any()
+
+
+SIGNS = "CONVERGED: multipliers have the sign of a side that is there"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "check"),
+    [
+        (lambda a: a.z.__iadd__(1e-6), "CONVERGED: every side is kept by the rule"),
+        (lambda a: a.z.__iadd__(1e-6), "CONVERGED: a row with a multiplier is at its side"),
+        (lambda a: a.multipliers.__iadd__(1e-6), "CONVERGED: z = clip(σ(v + Aᵀλ + Gᵀν))"),
+        (lambda a: a.multipliers.__imul__(-1), SIGNS),
+        (lambda a: a.residual.__iadd__(1e-6), "the residual reported is that of z"),
+        (lambda a: a.status.fill(2), "INFEASIBLE: the multipliers are a certificate"),
+        (lambda a: a.status.fill(3), "INCONSISTENT is not said of what has a solution"),
+        (lambda a: a.status.fill(0), "NONFINITE is said of what is not finite"),
+    ],
+)
+def test_the_checks_of_inequalities_notice_what_they_are_for(spoil, check):
+    block = make_within(0, 82, 64)  # linear, float64, rows
+    solution = block.solve()
+    answer = Answer.of(solution)
+    assert not any(mask.any() for mask in check_optimal(block, answer, solution).values())
+    spoil(answer)
+    assert check_optimal(block, answer, solution)[check].any()
+
+
+def test_wrong_gradients_of_inequalities_are_noticed(monkeypatch):
+    block = make_within(0, 82, 64)
+    assert not check_tangents(block)[0]
+    project = taut.project
+
+    def wrong(*args, **options):
+        given = {**options, "v": options["v"] + 1e-6 * (options["v"] - options["v"].detach())}
+        return project(*args, **given)
+
+    monkeypatch.setattr(taut, "project", wrong)
+    assert any("∂v" in check for _, check in check_tangents(block)[0])

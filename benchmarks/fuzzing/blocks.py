@@ -6,6 +6,7 @@ Size, activation, dtype and the kind of A belong to the block; logits, target, s
 
 import warnings
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -51,6 +52,7 @@ class Block:
     target: NDArray[np.int64]
     start: NDArray[np.int64]
     logits: NDArray[np.int64]
+    targets: ClassVar = TARGETS
 
     def __len__(self) -> int:
         return len(self.v)
@@ -118,14 +120,14 @@ def make_block(seed: int, number: int, most: int = MOST) -> Block:
     matrices = draw_matrices(rng, 1 if shared else n, I, K, _facing(rng, law), wide)
     A = matrices.A.astype(dtype)
     target = _draw_targets(rng, n, law, matrices)
-    v, logits = _draw_logits(rng, n, law, dtype)
+    v, logits = draw_logits(rng, n, law, dtype)
     truth, good, target = _draw_truth(rng, law, matrices, A, v, target)
     if matrices.kind == "balances":
         v, truth = _balance(rng, law, v, truth, target)
-    b = _product(A, truth).astype(dtype)
+    b = product(A, truth).astype(dtype)
     if matrices.left is not None:
         b = _contradict(rng, matrices.left, b, target, dtype)
-    init, start = _draw_starts(rng, A, good, dtype)
+    init, start = draw_starts(rng, A, good, dtype)
     A, v, b = _damage(rng, law, A, v, b, target == TARGETS.index("nonfinite"))
     kind = matrices.kind
     return Block(seed, number, most, law, dtype, kind, A, v, b, init, truth, target, start, logits)
@@ -163,7 +165,7 @@ def _draw_targets(rng: Rng, n: int, law: Law, matrices: Matrices) -> NDArray[np.
     return rng.choice(len(TARGETS), size=n, p=shares / shares.sum())
 
 
-def _draw_logits(rng: Rng, n: int, law: Law, dtype: type) -> tuple[Array, NDArray[np.int64]]:
+def draw_logits(rng: Rng, n: int, law: Law, dtype: type) -> tuple[Array, NDArray[np.int64]]:
     straight = not np.isfinite(np.concatenate(law.ends)).any()
     top = 6.0 if straight and law.label != "srlu" else 3.0
     size = 10.0 ** rng.uniform(0, top, size=(n, 1))
@@ -174,7 +176,7 @@ def _draw_logits(rng: Rng, n: int, law: Law, dtype: type) -> tuple[Array, NDArra
     return v.astype(dtype), bins
 
 
-def _product(A: Array, z: Array) -> Array:
+def product(A: Array, z: Array) -> Array:
     """A z in extended precision; A is (n, I, K) or (1, I, K)."""
     wide = np.longdouble
     with np.errstate(all="ignore"):
@@ -282,7 +284,7 @@ def _contradict(rng: Rng, left: Array, b: Array, target: NDArray[np.int64], dtyp
     return b
 
 
-def _draw_starts(
+def draw_starts(
     rng: Rng, A: Array, good: Array, dtype: type
 ) -> tuple[Array | None, NDArray[np.int64]]:
     n, I = good.shape

@@ -47,6 +47,7 @@ class Case:
     direction: tuple[Array, Array, Array]  # of v, b and A
     kept: tuple[int, ...]
     exact: bool  # is A given exactly, as whole numbers are?
+    fixed: Array | None = None  # outputs at a bound, NaN elsewhere: they do not move with u
 
     def truth(self) -> tuple[Gradients, Gradients, float] | None:
         """The gradients, the Hessian times the direction, and how changes of 2^-52 move them."""
@@ -54,6 +55,14 @@ class Case:
         if found is None:
             return None
         z, w, bend = found
+        if self.fixed is not None:
+            free = np.isnan(self.fixed)
+            w, bend = (
+                column([x * int(f) for x, f in zip(y.entries(), free, strict=True)])
+                for y in (w, bend)
+            )
+            pairs = zip(z.entries(), self.fixed, free, strict=True)
+            z = column([x if f else arb(float(end)) for x, end, f in pairs])
         sample = Precise(matrix(self.A), column(self.multipliers), z, w, bend, self.kept)
         try:
             first, second = self._answers(sample, np.random.default_rng(0), 0.0)

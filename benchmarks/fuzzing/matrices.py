@@ -36,14 +36,21 @@ class Matrices:
 
 
 def draw_matrices(
-    rng: Rng, n: int, I: int, K: int, facing: NDArray[np.int8] | None, wide: bool
+    rng: Rng,
+    n: int,
+    I: int,
+    K: int,
+    facing: NDArray[np.int8] | None,
+    wide: bool,
+    without: tuple[str, ...] = (),
 ) -> Matrices:
     """n random (I, K) matrices. `facing` (K,) asks for a first row with these signs (0: zero).
 
     Such a row gives half-infinite ranges an edge that b can be put at or beyond. `wide` says that
-    the numbers are of float64.
+    the numbers are of float64, `without` are kinds that are not wanted.
     """
-    kind = str(rng.choice(list(KINDS), p=list(KINDS.values())))
+    shares = np.array([0.0 if kind in without else share for kind, share in KINDS.items()])
+    kind = str(rng.choice(list(KINDS), p=shares / shares.sum()))
     if I == 0:
         return Matrices("dense", np.zeros((n, 0, K)), None, -1)
     if kind == "redundant" and I > 1:

@@ -9,15 +9,20 @@ from types import FrameType
 import numpy as np
 import torch
 
+import taut
 from fuzzing.bits import check_bits
-from fuzzing.blocks import MOST, TARGETS, Block, make_block
+from fuzzing.blocks import MOST, Block, make_block
 from fuzzing.checks import Answer, check_rows
 from fuzzing.doors import check_doors
 from fuzzing.gradients import check_gradients
+from fuzzing.optimal import check_optimal, look_closely
 from fuzzing.proofs import prove
 from fuzzing.tally import Failure, Tally, count_block
+from fuzzing.tangents import check_tangents
+from fuzzing.within import Within, make_within
 
 PATIENCE = 180  # seconds after which a block counts as hanging
+KINDS = ("equations", "inequalities")
 _BITS_EVERY = 7  # coprime to the number of activations, so that all get their turn
 
 
@@ -29,14 +34,24 @@ def _alarm(number: int, frame: FrameType | None) -> None:
     raise Hang(f"no answer within {PATIENCE} s")
 
 
-def run_block(seed: int, number: int, most: int = MOST) -> Tally:
+def make(seed: int, number: int, most: int, kind: str = "equations") -> Block | Within:
+    """The block of that kind and number."""
+    if kind not in KINDS:
+        raise ValueError(f"kind must be one of {KINDS}; got {kind!r}.")
+    return make_block(seed, number, most) if kind == KINDS[0] else make_within(seed, number, most)
+
+
+def run_block(seed: int, number: int, most: int = MOST, kind: str = "equations") -> Tally:
     """Make, solve and check one block."""
-    block = make_block(seed, number, most)
+    block = make(seed, number, most, kind)
     previous = signal.signal(signal.SIGALRM, _alarm)
     signal.alarm(PATIENCE)
     try:
-        answer = Answer.of(block.solve())
+        solution = block.solve()
+        answer = Answer.of(solution)
         signal.alarm(PATIENCE)
+        if isinstance(block, Within):
+            return _checked_within(block, answer, solution)
         again = check_bits(block) if number % _BITS_EVERY == 0 else []
     except (Hang, RuntimeError, ValueError, IndexError) as error:
         # Whatever the batch holds, project must come back with a verdict on every row.
@@ -47,7 +62,7 @@ def run_block(seed: int, number: int, most: int = MOST) -> Tally:
     return _checked(block, answer, again)
 
 
-def _no_answer(block: Block, error: Exception) -> Tally:
+def _no_answer(block: Block | Within, error: Exception) -> Tally:
     check = f"project returns ({type(error).__name__}: {str(error)[:200]})"
     tally = Tally(rows=len(block), blocks=1)
     tally.checks[check] += len(block)
@@ -66,9 +81,28 @@ def _checked(block: Block, answer: Answer, again: list[tuple[int, str]]) -> Tall
     wrong = {row for row, _ in found}
     gradients, compared = check_gradients(block)
     found += again + gradients + check_doors(block)
+    return _counted(block, answer, found, wrong, [proofs.counts, compared])
+
+
+def _checked_within(block: Within, answer: Answer, solution: taut.Solution) -> Tally:
+    found = [
+        (int(row), check)
+        for check, mask in check_optimal(block, answer, solution).items()
+        for row in np.flatnonzero(mask)
+    ]
+    closely, counts = look_closely(block, answer, solution)
+    found += closely
+    wrong = {row for row, _ in found}
+    tangents, compared = check_tangents(block)
+    return _counted(block, answer, found + tangents, wrong, [counts, compared])
+
+
+def _counted(
+    block: Block | Within, answer: Answer, found: list, wrong: set[int], counts: list
+) -> Tally:
     tally = count_block(block, answer, wrong)
-    tally.samples.update(proofs.counts)
-    tally.samples.update(compared)
+    for samples in counts:
+        tally.samples.update(samples)
     tally.checks.update(check for _, check in found)
     kept: dict[str, int] = {}
     for row, check in found:
@@ -78,40 +112,48 @@ def _checked(block: Block, answer: Answer, again: list[tuple[int, str]]) -> Tall
     return tally
 
 
-def _failure(block: Block, row: int, check: str, answer: Answer | None = None) -> Failure:
-    I, K = block.A.shape[1:]
+def _failure(block: Block | Within, row: int, check: str, answer: Answer | None = None) -> Failure:
+    kind = KINDS[isinstance(block, Within)]
+    what, rows = ("A", block.A) if isinstance(block, Block) else ("[A; G]", block.C)
+    I, K = rows.shape[1:]
     about = (
-        f"{block.law.activation.name}, {np.dtype(block.dtype).name}, {block.kind} A ({I}, {K}) "
-        f"{'shared' if block.shared else 'per sample'}, target {TARGETS[block.target[row]]}, "
+        f"{block.law.activation.name}, {np.dtype(block.dtype).name}, "
+        f"{block.kind} {what} ({I}, {K}) "
+        f"{'shared' if block.shared else 'per sample'}, target {block.targets[block.target[row]]}, "
         f"|v| ≤ {np.abs(block.v[row]).max():.3g}"
     )
     if answer is not None:
         about += f", status {answer.status[row]}, residual {answer.residual[row]:.3g}"
-    return Failure(block.seed, block.number, block.most, row, check, about)
+    return Failure(block.seed, block.number, block.most, row, check, about, kind)
 
 
 def reproducer(failure: Failure) -> str:
     """A snippet that rebuilds the row and shows the check that failed."""
-    place = f"{failure.seed}, {failure.block}, {failure.most}"
+    place = f"{failure.seed}, {failure.block}, {failure.most}, {failure.kind!r}"
     return f"""\
 # FAILED: {failure.check}
 # {failure.about}
 # run with: PYTHONPATH=benchmarks .venv/bin/python
 import taut
-from fuzzing.blocks import make_block
-from fuzzing.runner import replay
+from fuzzing.runner import make, replay
 
-block, row = make_block({place}), {failure.row}
-problem = block.one(row)  # v, A, b, init
+block, row = make({place}), {failure.row}
+problem = block.one(row)  # v, A, b, init, and what else there is
 solution = block.project(problem)
 print(taut.Status(solution.status).name, solution.residual, solution.iterations)
-print(replay({place}, row))  # the checks that fail for this row within its block
+print(replay({failure.row}, {place}))  # the checks that fail for this row within its block
 """
 
 
-def replay(seed: int, number: int, most: int, row: int) -> list[str]:
+def replay(row: int, seed: int, number: int, most: int, kind: str = "equations") -> list[str]:
     """The checks that a row of a block fails, neighbours and gradients included."""
-    block = make_block(seed, number, most)
+    block = make(seed, number, most, kind)
+    if isinstance(block, Within):
+        solution = block.solve()
+        answer = Answer.of(solution)
+        checks = check_optimal(block, answer, solution).items()
+        others = look_closely(block, answer, solution)[0] + check_tangents(block)[0]
+        return [c for c, mask in checks if mask[row]] + [c for r, c in others if r == row]
     answer = Answer.of(block.solve())
     failed = [check for check, mask in check_rows(block, answer).items() if mask[row]]
     failed += [check for r, check in prove(block, answer).failures if r == row]
@@ -124,13 +166,15 @@ def _initialise() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when to stop
 
 
-def _run(task: tuple[int, int, int]) -> Tally:
+def _run(task: tuple[int, int, int, str]) -> Tally:
     return run_block(*task)
 
 
-def run_blocks(seed: int, first: int, most: int, processes: int) -> Iterator[Tally]:
-    """Tallies of block after block, without end; close the iterator to stop."""
-    tasks = ((seed, number, most) for number in itertools.count(first))
+def run_blocks(
+    seed: int, first: int, most: int, processes: int, kinds: tuple[str, ...] = KINDS
+) -> Iterator[Tally]:
+    """Tallies of block after block, of each kind in turn, without end; close it to stop."""
+    tasks = ((seed, number, most, kind) for number in itertools.count(first) for kind in kinds)
     if processes == 0:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

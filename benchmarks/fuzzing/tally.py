@@ -11,6 +11,7 @@ from rich.table import Table
 
 from fuzzing.blocks import LOGITS, STARTS, TARGETS, Block
 from fuzzing.checks import Answer
+from fuzzing.within import Within
 from taut import Status
 
 VERDICTS = [status.name for status in Status]
@@ -28,6 +29,7 @@ class Failure:
     row: int
     check: str
     about: str
+    kind: str = "equations"
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Tally:
         return sums
 
 
-def count_block(block: Block, answer: Answer, wrong: Iterable[int]) -> Tally:
+def count_block(block: Block | Within, answer: Answer, wrong: Iterable[int]) -> Tally:
     """The tally of one block; `wrong` are the rows that failed a check of their answer."""
     tally = Tally(rows=len(block), blocks=1)
     bad = np.zeros(len(block), bool)
@@ -108,7 +110,7 @@ def count_block(block: Block, answer: Answer, wrong: Iterable[int]) -> Tally:
         mask = member.reshape(-1) == number
         key = (
             block.law.label,
-            TARGETS[target],
+            block.targets[target],
             np.dtype(block.dtype).name,
             block.kind,
             LOGITS[logits],
@@ -132,8 +134,10 @@ def _cell(answer: Answer, mask: NDArray[np.bool_], bad: NDArray[np.bool_]) -> Ce
     )
 
 
-def _promised(block: Block) -> NDArray[np.bool_]:
+def _promised(block: Block | Within) -> NDArray[np.bool_]:
     """Rows of the regimes in which at least 99.9 % must converge."""
+    if isinstance(block, Within):
+        return block.promised
     limits = {"exp": 60, "sigmoid": 60, "tanh": 60, "srlu": 100, "linear": 1e6}
     label = block.law.label
     if block.dtype is np.float32 or block.kind != "dense" or label not in limits:

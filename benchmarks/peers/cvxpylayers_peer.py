@@ -17,6 +17,7 @@ from peers.torch_call import torch_call
 from problems import Problem
 
 FAMILIES = ("sigmoid", "doubly_stochastic", "linear", "softmax", "cover", "nonnegative")
+FAMILIES += ("quadratic", "exp_within", "sigmoid_within", "cover_within")
 TIGHT = [10.0**-k for k in range(8, 15)]
 DENSE_LIMIT = 128
 
@@ -32,7 +33,11 @@ def _program(problem: Problem) -> tuple[cp.Problem, list[cp.Parameter], cp.Varia
             objective = -problem.temperature * cp.sum(cp.entr(z)) - v @ z
         case _:
             objective = -cp.sum(cp.entr(z)) - cp.sum(cp.entr(1 - z)) - v @ z
-    return cp.Problem(cp.Minimize(objective), [problem.A @ z == b]), [v, b], z
+    rules, parameters = [problem.A @ z == b], [v, b]
+    if problem.G is not None:
+        upper = cp.Parameter(len(problem.G))
+        rules, parameters = [*rules, problem.G @ z <= upper], [*parameters, upper]
+    return cp.Problem(cp.Minimize(objective), rules), parameters, z
 
 
 _layers: dict[str, CvxpyLayer] = {}  # building a layer is a user's one-off cost, so it is kept
@@ -53,7 +58,8 @@ def _prepare(problem: Problem, settings: dict[str, Any]) -> Call:
     if settings.get("mode") == "dense" and problem.A.shape[1] > DENSE_LIMIT:
         raise ValueError("a dense derivative of this size does not end")
     layer, b = _layer(problem, settings), torch.tensor(problem.b_rows.copy())
-    return torch_call(problem, lambda v: layer(v, b)[0])
+    sides = [] if problem.G is None else [torch.tensor(problem.upper_rows.copy())]
+    return torch_call(problem, lambda v: layer(v, b, *sides)[0])
 
 
 def _clarabel(tolerance: float) -> dict[str, Any]:

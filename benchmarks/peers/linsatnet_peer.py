@@ -21,7 +21,7 @@ from peers.torch_call import torch_call
 from problems import Problem
 
 TAU = 0.05
-FAMILIES = ("cover", "nonnegative", "doubly_stochastic_sigmoid")
+FAMILIES = ("cover", "nonnegative", "doubly_stochastic_sigmoid", "cover_within")
 
 
 def _prepare(problem: Problem, settings: dict[str, Any]) -> Call:
@@ -30,7 +30,12 @@ def _prepare(problem: Problem, settings: dict[str, Any]) -> Call:
     E, f = torch.tensor(problem.A, dtype=dtype), torch.tensor(problem.b, dtype=dtype)
     torch.set_default_dtype(dtype)  # its absent inequalities are made in the default dtype
     grouped = options.get("grouped", True)
-    constraints = init_constraints(E.shape[1], E=E, f=f, grouped=grouped)
+    sides = {}
+    if problem.G is not None:  # its rows are not negative: those of ≥ are turned around again
+        G, upper = torch.tensor(problem.G, dtype=dtype), torch.tensor(problem.upper, dtype=dtype)
+        above = G.sum(-1) < 0
+        sides = {"A": G[~above], "b": upper[~above], "C": -G[above], "d": -upper[above]}
+    constraints = init_constraints(E.shape[1], **sides, E=E, f=f, grouped=grouped)
 
     def solve(v: torch.Tensor) -> torch.Tensor:
         return linsat_layer(TAU * v, constr_dict=constraints, tau=TAU, no_warning=True, **options)

@@ -1,4 +1,4 @@
-"""qpth: batched interior-point quadratic programs, here without a real inequality."""
+"""qpth: batched interior-point quadratic programs, with inequalities or with none that binds."""
 
 from importlib.metadata import version
 from typing import Any
@@ -15,13 +15,15 @@ def _prepare(problem: Problem, settings: dict[str, Any]) -> Call:
     outputs = problem.A.shape[1]
     A, b = torch.tensor(problem.A), torch.tensor(problem.b_rows.copy())
     identity = torch.eye(outputs, dtype=torch.float64)
-    # qpth requires an inequality: 0ᵀz ≤ 1 never binds.
-    G, h = torch.zeros(1, outputs, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    if problem.G is None:  # qpth requires an inequality: 0ᵀz ≤ 1 never binds
+        G, h = torch.zeros(1, outputs, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    else:
+        G, h = torch.tensor(problem.G), torch.tensor(problem.upper)
     function = QPFunction(verbose=-1, check_Q_spd=False, **settings)
     return torch_call(problem, lambda v: function(identity, -v, G, h, A, b))
 
 
-_FAMILY = ("linear",)
+_FAMILY = ("linear", "quadratic")
 VARIANTS = {
     "qpth default": Variant(_prepare, [{}], _FAMILY),
     "qpth tight": Variant(

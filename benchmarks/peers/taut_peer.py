@@ -20,6 +20,13 @@ def _prepare(problem: Problem, settings: dict[str, Any]) -> Call:
     dtype = torch.float32 if settings["dtype"] == "float32" else torch.float64
     A, b = torch.tensor(problem.A, dtype=dtype), torch.tensor(problem.b, dtype=dtype)
     activation = _activation(problem)
+    if problem.G is not None:
+        G, upper = (torch.tensor(x, dtype=dtype) for x in (problem.G, problem.upper))
+        if settings["call"] == "Projection":
+            layer = taut.Projection(A, G=G, activation=activation)
+            return torch_call(problem, lambda v: layer(v, b, upper=upper), dtype)
+        options = {"G": G, "upper": upper, "activation": activation}
+        return torch_call(problem, lambda v: taut.project(v, A, b, **options).z, dtype)
     if settings["call"] == "Projection":
         layer = taut.Projection(A, activation=activation)
         return torch_call(problem, lambda v: layer(v, b), dtype)

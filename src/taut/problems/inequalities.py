@@ -112,12 +112,14 @@ class Inequalities(Problem):
     def active(self, multipliers: Tensor, u: Tensor, z: Tensor) -> Int[Tensor, "N _"]:
         if self.bounds:
             low, high = self._clipped(u)
+            low, high = low & (z <= self.bounds[0]), high & (z >= self.bounds[1])
             return low.to(torch.int8) - high.to(torch.int8)
         return multipliers[..., self.equations :].sign().to(torch.int8)
 
     def largest_violation(self, z: Float[Tensor, "N K"]) -> Float[Tensor, "N"]:
-        """Of every row and bound."""
-        r, worst = self.C.apply(z), z.new_zeros(len(z))
+        """Of every row and bound; not in float32, which has more rounding than violation."""
+        dtype, z = z.dtype, z.to(wide(z))
+        r, worst = self.prepared.map.over(self.data.to(z.dtype)).apply(z), z.new_zeros(len(z))
         pairs = [(self.lower - r, r - self.upper)]
         if self.bounds:
             pairs.append((self.bounds[0] - z, z - self.bounds[1]))
@@ -125,7 +127,7 @@ class Inequalities(Problem):
             if below.shape[-1]:
                 off = torch.maximum(below, above).amax(-1)
                 worst = torch.maximum(worst, off)
-        return worst
+        return worst.to(dtype)
 
     def _clipped(self, u: Tensor) -> tuple[Bool[Tensor, "N K"], Bool[Tensor, "N K"]]:
         """Which outputs are held at their floor, and which at their ceiling."""

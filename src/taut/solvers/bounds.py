@@ -9,11 +9,10 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from taut.backends import Rules
-from taut.certificate import reach_of_proof
 from taut.outcome import Outcome, Status
 from taut.problems import Inequalities, Linear
 from taut.solvers.around import held_outputs
-from taut.solvers.chain import Chained, chain
+from taut.solvers.chain import Chained, chain, proven
 from taut.solvers.sides import EPS, Sides
 from taut.solvers.split import Split
 from taut.systems import wide
@@ -34,7 +33,17 @@ def inequalities(problem: Inequalities, rules: Rules, equations: Equations) -> O
     if len(left):
         part = problem.take(left)
         start = None if start is None else start[left]
-        outcome = outcome.write(left, _solved(part, held.take(left), start, rules))
+        held = held.take(left)
+        outcome = outcome.write(left, _solved(part, held, start, rules))
+        # Rows hold outputs to the rounding of their sides. What has no solution with them there may
+        # have one, and else has a proof.
+        again = held.forced & (outcome.status[left] != Status.CONVERGED)
+        again = again.nonzero().squeeze(-1)
+        if len(again):
+            start = None if start is None else start[again]
+            ends = _Ends(held.given, held.given).take(again)
+            found = _solved(part.take(again), ends, start, rules)
+            outcome = outcome.write(left[again], found)
     return replace(outcome, failed=int((outcome.status != Status.CONVERGED).sum()))
 
 
@@ -43,26 +52,39 @@ class _Ends(NamedTuple):
     """Outputs held at an end of the range, and where that is; NaN elsewhere."""
 
     end: Float[Tensor, "n K"] | None
+    given: Float[Tensor, "n K"] | None  # by v itself, not by a row
+
+    @staticmethod
+    def of(problem: Inequalities) -> "_Ends":
+        found = held_outputs(problem, problem.lower, problem.upper)
+        if found is None:
+            return _Ends(None, None)
+        end = torch.full_like(problem.v, torch.nan, dtype=wide(problem.v))
+        end[found.index] = found.end.to(end.dtype).masked_fill(~found.which, torch.nan)
+        return _Ends(end, end.masked_fill(problem.v.isfinite(), torch.nan))
 
     def take(self, index: Tensor) -> "_Ends":
-        return self if self.end is None else _Ends(self.end[index])
+        return _Ends(*(None if x is None else x[index] for x in self))
+
+    @property
+    def forced(self) -> Bool[Tensor, "*n"]:
+        """Samples with outputs that a row holds."""
+        if self.end is None or self.given is None:
+            return torch.zeros((), dtype=torch.bool)
+        return (~self.end.isnan() & self.given.isnan()).any(-1)
 
 
 def _equations_first(
     problem: Inequalities, outcome: Outcome, equations: Equations
 ) -> tuple[Outcome, Tensor | None, _Ends]:
     """What the equations alone decide; where to start with the rest; which outputs are held."""
-    found = held_outputs(problem, problem.lower, problem.upper)
-    end = None
-    if found is not None:
-        end = torch.full_like(problem.v, torch.nan, dtype=wide(problem.v))
-        end[found.index] = found.end.to(end.dtype).masked_fill(~found.which, torch.nan)
+    held = _Ends.of(problem)
     if problem.start is not None or not problem.equations:
-        return outcome, problem.start, _Ends(end)
+        return outcome, problem.start, held
     first = equations(_alone(problem))
     more = problem.lower.shape[-1] - problem.equations
     multipliers = torch.nn.functional.pad(first.multipliers, (0, more))
-    sides = _sides(problem, _Ends(None))
+    sides = _sides(problem, _Ends(None, None))
     z = first.z.to(sides.v.dtype)
     good = sides.keeps(z, 2 * EPS, problem.equations)
     good = good & (sides.clip(z) == z).all(-1) & ~_empty(sides)
@@ -72,7 +94,7 @@ def _equations_first(
     first = replace(first, multipliers=multipliers, residual=problem.largest_violation(first.z))
     outcome = outcome.write(index, first.take(index))
     usable = (first.status == Status.CONVERGED).unsqueeze(-1) & ~first.u.isinf().any(-1, True)
-    return outcome, multipliers.where(usable, 0), _Ends(end)
+    return outcome, multipliers.where(usable, 0), held
 
 
 def _alone(problem: Inequalities) -> Linear:
@@ -142,6 +164,8 @@ def _undecided(problem: Inequalities, sides: Sides, finite: Tensor) -> Outcome:
     infeasible = torch.full_like(outcome.status, int(Status.INFEASIBLE))
     status = infeasible.where(finite, int(Status.NONFINITE))
     z = sides.clip(problem.prepared.activation.sigma(sides.v)).to(problem.v.dtype)
+    top = torch.finfo(z.dtype).max  # of σ(v) that overflows
+    z = torch.where(finite.unsqueeze(-1), z.clamp(-top, top), z)
     residual = problem.largest_violation(z)
     return replace(outcome, z=z, u=problem.v.clone(), residual=residual, status=status)
 
@@ -175,12 +199,11 @@ def _chained(
     least, most = inner.ends()
     beyond = box.floor > most, box.ceiling < least
     proof = split.proof(sides, box, point.multipliers, beyond)
-    proof = proof if exact else proof.float().double()
-    reach = reach_of_proof(proof, sides.C, sides.lower, sides.upper, *sides.ends())
-    proven = (status == Status.INFEASIBLE) | (beyond[0] | beyond[1]).any(-1)
-    status = torch.where(proven, int(Status.INFEASIBLE), status)
-    status = status.where(~proven | (reach > 0), int(Status.MAX_ITERATIONS))
-    multipliers = torch.where(proven.unsqueeze(-1), proof, whole.multipliers)
+    reach, proof = proven(proof, sides, exact)
+    empty = (status == Status.INFEASIBLE) | (beyond[0] | beyond[1]).any(-1)
+    status = torch.where(empty, int(Status.INFEASIBLE), status)
+    status = status.where(~empty | (reach > 0), int(Status.MAX_ITERATIONS))
+    multipliers = torch.where(empty.unsqueeze(-1), proof, whole.multipliers)
     return Chained(whole._replace(multipliers=multipliers), status, iterations)
 
 
@@ -203,6 +226,7 @@ def _outcome(
         multipliers = multipliers.masked_fill(idle, 0)
     multipliers, u, z = (x.to(dtype) for x in (multipliers, u, z))
     fits = multipliers.isfinite().all(-1) & z.isfinite().all(-1)
+    fits = fits & sides.C.abs().apply(solved.point.z.abs()).to(dtype).isfinite().all(-1)
     status = status.where(fits, int(Status.NONFINITE))
     residual = problem.largest_violation(z)
     failed = int((status != Status.CONVERGED).sum())

@@ -50,6 +50,32 @@ def chain(sides: Sides, start: Float[Tensor, "N M"] | None, rules: Rules, exact:
     return work.tidied()
 
 
+def _size(sides: Sides) -> Float[Tensor, "n"]:
+    """Of the numbers given."""
+    size = 1 + sides.v.abs().amax(-1)
+    for x in (sides.lower, sides.upper):
+        if x.shape[-1]:
+            size = size + x.where(x.isfinite(), 0).abs().amax(-1)
+    return size
+
+
+def proven(
+    ray: Float[Tensor, "n M"], sides: Sides, exact: bool
+) -> tuple[Float[Tensor, "n"], Float[Tensor, "n M"]]:
+    """How far a proof goes, −1 where it decides nothing, and the proof to return.
+
+    Without `exact` it is rounded to float32, and then goes as far as that lets it.
+    """
+    given = (sides.C, sides.lower, sides.upper, *sides.ends())
+    size, reach = _size(sides), reach_of_proof(ray, *given)
+    good = reach >= _FAR * size
+    if not exact:
+        ray = ray.float().double()
+        reach = reach_of_proof(ray, *given)
+        good = good & (reach >= size)
+    return torch.where(good, reach, -1), ray
+
+
 def _within(rules: Rules, steps: int) -> int:
     return min(steps, rules.max_iterations)
 
@@ -61,11 +87,7 @@ class _Work:
     def __init__(self, sides: Sides, rules: Rules, exact: bool, found: Found):
         self.sides, self.rules, self.exact, self.found = sides, rules, exact, found
         self.iterations = found.iterations.clone()
-        size = sides.v.abs().amax(-1)
-        for x in (sides.lower, sides.upper):
-            if x.shape[-1]:
-                size = size + x.where(x.isfinite(), 0).abs().amax(-1)
-        self.need = _FAR * (1 + size)
+        self.need = _FAR * _size(sides)
 
     def open(self) -> Int[Tensor, "n"]:
         return (self.found.status < 0).nonzero().squeeze(-1)
@@ -107,7 +129,6 @@ class _Work:
         best, proof = torch.full_like(need, -1.0), torch.zeros_like(multipliers)
         ends = sides.ends()
         for ray in rays(multipliers, sides.C, *ends):
-            ray = ray if self.exact else ray.float().double()
             given = (sides.C, sides.lower, sides.upper, *ends)
             rough = reach_of_proof(ray, *given, safe=False)
             if sides.C.iterative and not bool((rough > 0).any()):
@@ -115,17 +136,16 @@ class _Work:
             few = (rough >= need).nonzero().squeeze(-1)
             if not len(few):
                 continue
-            part = sides.take(few)
-            given = (part.C, part.lower, part.upper, *part.ends())
-            reach = torch.full_like(best, -1.0)
-            reach = reach.index_copy(0, few, reach_of_proof(ray[few], *given))
+            found, told = proven(ray[few], sides.take(few), self.exact)
+            reach = torch.full_like(best, -1.0).index_copy(0, few, found)
+            ray = ray.index_copy(0, few, told)
             proof = torch.where((reach > best).unsqueeze(-1), ray, proof)
             best = torch.maximum(reach, best)
-        proven = best >= need
-        at = index[proven]
-        self.found.point.multipliers.index_copy_(0, at, proof[proven])
+        done = best > 0
+        at = index[done]
+        self.found.point.multipliers.index_copy_(0, at, proof[done])
         self.found.status.index_fill_(0, at, int(Status.INFEASIBLE))
-        return proven
+        return done
 
     def tidied(self) -> Chained:
         """Multipliers that cannot be told from 0 are 0: their rows count as inactive.

@@ -84,7 +84,8 @@ class Split:
             low, high = low & (z > sides.floor), high & (z < sides.ceiling)
         middle = sides.activation.sigma(torch.zeros_like(u))
         there = torch.where(low | high, z, middle)
-        pull = torch.where(low | high, sides.activation.inverse(there) - u, 0)
+        pull = sides.activation.inverse(there) - u
+        pull = torch.where(low, pull.clamp_min(0), torch.where(high, pull.clamp_max(0), 0))
         own = self._spread(box, pull)
         multipliers = self._joined(part.multipliers, own, sides)
         return part._replace(multipliers=multipliers, u=u + pull, r=sides.C.apply(z))

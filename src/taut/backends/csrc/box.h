@@ -58,8 +58,11 @@ PART void leave_box(const Plan *p, const Within *s, Sides *x, mask which) {
         lanes z = x->z[k], free = activate_output(p, k, x->u[k]).z;
         mask clipped = ((z > free) & (z == x->floor[k])) | ((z < free) & (z == x->ceiling[k]));
         x->y[k] = all(0.0);
-        if (any(which & clipped))
-            x->y[k] = choose(which & clipped, inverse_output(p, k, z) - x->u[k], all(0.0));
+        if (any(which & clipped)) {
+            lanes pull = inverse_output(p, k, z) - x->u[k];
+            pull = choose(z > free, at_least(pull, all(0.0)), at_most(pull, all(0.0)));
+            x->y[k] = choose(which & clipped, pull, all(0.0));
+        }
         x->more[k] = x->y[k];
     }
     for (int64_t i = 0; i < p->rows; i++) { /* the first row that asks for a bound has it all */

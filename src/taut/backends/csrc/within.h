@@ -111,8 +111,11 @@ PART void refine(const Plan *p, const Within *s, Sides *x, mask which) {
     for (int64_t k = 0; k < p->outputs; k += TILE) {
         adjoint_of(p, x->step, x->pairs, count, k, sum);
         for (int t = 0; t < TILE; t++) {
-            lanes z = x->z[k + t] - x->w[k + t] * sum[t];
-            x->y[k + t] = z;
+            lanes size = absolute(x->v[k + t]);
+            for (int64_t i = 0; i < p->kept; i++)
+                size += p->absolute[i * p->outputs + k + t] * absolute(x->nu[i]);
+            inside &= absolute(sum[t]) <= 32.0 * EPS * size; /* else it is a step, and z not σ(u) */
+            x->y[k + t] = x->z[k + t] - x->w[k + t] * sum[t];
         }
     }
     for (int64_t k = 0; k < p->given; k++) {
