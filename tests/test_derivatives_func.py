@@ -1,8 +1,5 @@
 """Derivatives by transformation: torch.func, vmap, forward mode, functional_call, checkpoints."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.func import functional_call, grad, jacfwd, jacrev, vmap
@@ -172,17 +169,137 @@ def test_checkpoints():
     assert_close(torch.autograd.grad(z.square().sum(), v)[0], plain)
 
 
-def test_compiled_models():
-    """In a process of its own: the shape checks of the test run are not for torch.compile."""
-    code = """
-import torch, taut
-layer = taut.Projection(torch.ones(1, 3), activation="exp")
-v, b = torch.randn(4, 3, requires_grad=True), torch.ones(4, 1)
-z = torch.compile(layer, backend="eager")(v, b)
-z.square().sum().backward()
-print(float((z - layer(v, b)).abs().max()) < 1e-6, bool(v.grad.isfinite().all()))
-"""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=120
-    )
-    assert done.stdout.strip() == "True True", done.stderr
+# Every kind of constraint
+
+
+def _energy(z, e):
+    return z.square().sum(-1, keepdim=True) - e
+
+
+def _given(kind, n):
+    """Inputs by name, and targets that satisfy the constraints; what is shared comes first."""
+    v, A, _ = problem(n=n, size=0.5)
+    y = 0.2 + 0.6 * torch.rand(n, K)
+    tensors = {"A": A, "v": v, "b": y @ A.T}
+    if kind == "inequalities":
+        G = torch.randn(3, K)
+        tensors = {"G": G} | tensors | {"lower": y @ G.T - 0.05, "upper": y @ G.T + 0.1}
+    if kind == "bounds":
+        tensors |= {"lower": y - 0.1 * torch.rand(n, K), "upper": y + 0.2 * torch.rand(n, K)}
+    if kind == "nonlinear":
+        tensors["params"] = y.square().sum(-1, keepdim=True)
+    return tensors, y
+
+
+def _solve(tensors):
+    options = dict(tensors)
+    if "params" in options:
+        options |= {"h": _energy, "params": (options["params"],)}
+    return taut.project(**options, activation="sigmoid")
+
+
+each_kind = pytest.mark.parametrize("kind", ["equations", "inequalities", "bounds", "nonlinear"])
+
+
+def _function(names, of):
+    def f(y, *values):
+        solution = _solve(dict(zip(names, values, strict=True)))
+        return solution.z if of == "z" else taut.matched_loss(solution, y, reduction="sum")
+
+    return f
+
+
+@pytest.mark.parametrize("of", ["z", "loss"])
+@each_kind
+def test_vmap_of_every_kind(kind, of):
+    """With one matrix for all, and with one for each batch."""
+    batches = [_given(kind, 4) for _ in range(3)]
+    names = list(batches[0][0])
+    f = _function(names, of)
+    for shared in (True, False):
+        ours = [n for n in names if shared and n in ("A", "G")]
+        stacked = {n: torch.stack([x[n] for x, _ in batches]) for n in names}
+        if ours:
+            tensors, y = _given(kind, 12)
+            stacked = {n: x if n in ours else x.unflatten(0, (3, 4)) for n, x in tensors.items()}
+            ys = y.unflatten(0, (3, 4))
+        else:
+            ys = torch.stack([y for _, y in batches])
+        dims = [None if n in ours else 0 for n in names]
+        values = [stacked[n] for n in names]
+        mapped = vmap(f, in_dims=(0, *dims))(ys, *values)
+        for i in range(3):
+            each = [x if d is None else x[i] for x, d in zip(values, dims, strict=True)]
+            assert_close(mapped[i], f(ys[i], *each), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("of", ["z", "loss"])
+@each_kind
+def test_forward_mode_of_every_kind(kind, of):
+    """Against reverse mode, in all inputs at once; then the tangent of a gradient."""
+    tensors, y = _given(kind, 4)
+    f = _function(list(tensors), of)
+    inputs = (y, *tensors.values())
+    tangents = tuple(torch.randn_like(x) for x in inputs)
+    _, forward = torch.func.jvp(f, inputs, tangents)
+    _, pull = torch.func.vjp(f, *inputs)
+    weights = torch.randn_like(forward)
+    reverse = sum((g * t).sum() for g, t in zip(pull(weights), tangents, strict=True))
+    assert_close((forward * weights).sum(), reverse, rtol=1e-9, atol=1e-10)
+    with torch.autograd.forward_ad.dual_level():
+        duals = [
+            torch.autograd.forward_ad.make_dual(*pair)
+            for pair in zip(inputs, tangents, strict=True)
+        ]
+        plain = torch.autograd.forward_ad.unpack_dual(f(*duals)).tangent
+    assert_close(plain, forward, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["equations", "inequalities", "bounds"])
+def test_hessians_of_the_matched_loss_in_both_orders(kind):
+    tensors, y = _given(kind, 1)
+    names = list(tensors)
+    place = names.index("v")
+    values = list(tensors.values())
+
+    def f(v):
+        return _function(names, "loss")(y, *values[:place], v, *values[place + 1 :])
+
+    v = values[place]
+    expected = jacrev(jacrev(f))(v)
+    assert_close(jacfwd(jacrev(f))(v), expected, rtol=1e-9, atol=1e-10)
+    assert_close(torch.autograd.functional.hessian(f, v), expected, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["equations", "inequalities", "bounds"])
+def test_ensembles(kind):
+    """`stack_module_state` and vmap: networks side by side, each with its own matrices."""
+    tensors, _ = _given(kind, 4)
+    sides = {n: x for n, x in tensors.items() if n in ("G", "lower", "upper")}
+    x = torch.randn(4, 3)
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(3, K)
+            self.layer = taut.Projection(tensors["A"], tensors["b"], activation="sigmoid", **sides)
+
+        def forward(self, x):
+            return self.layer(0.1 * self.net(x))
+
+    models = [Model() for _ in range(3)]
+    models[0](x)  # one that was used before
+    params, buffers = torch.func.stack_module_state(models)
+
+    def call(params, buffers):
+        return functional_call(models[0], (params, buffers), (x,))
+
+    found = vmap(call)(params, buffers)
+    for i, model in enumerate(models):
+        assert_close(found[i], model(x), rtol=0, atol=1e-11)
+    grads = vmap(grad(lambda p, q: call(p, q).square().sum()))(params, buffers)
+    for i, model in enumerate(models):
+        (each,) = torch.autograd.grad(model(x).square().sum(), model.net.weight)
+        assert_close(grads["net.weight"][i], each, rtol=1e-9, atol=1e-10)

@@ -40,6 +40,7 @@ STOREYS = [
     "memory",
     "training",
     "modules",
+    "distributed",
     "experiments",
     "cli",
 ]
@@ -98,7 +99,7 @@ def test_public_names():
     expected = (
         "Activation ConditionWarning FailureWarning GradientDescent Interval LagrangeHead "
         "LagrangeMemory Newton Prepared Projection Solution SolveError Solver Status activations "
-        "backends bregman_loss is_certificate matched_loss prepare project reconcile"
+        "backends bregman_loss distributed is_certificate matched_loss prepare project reconcile"
     ).split()
     shown = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     names = [x.asname for n in shown.body if isinstance(n, ast.ImportFrom) for x in n.names]

@@ -1,6 +1,6 @@
 """Neural networks whose outputs satisfy linear constraints exactly."""
 
-from taut import activations as activations, backends as backends
+from taut import activations as activations, backends as backends, distributed as distributed
 from taut.activations import Activation as Activation, Interval as Interval
 from taut.analysis import ConditionWarning as ConditionWarning
 from taut.certificate import is_certificate as is_certificate

@@ -53,8 +53,9 @@ class Matched(torch.autograd.Function):
         kind, ctx.complete, found, y, *solved = inputs[:8]
         found, given = found or solved, inputs[8:]
         # v only where it is needed: it may be written to before the backward pass.
-        v = given[0] if y.requires_grad else y
-        ctx.save_for_backward(y, v, *found, *kind.needed(given))
+        v, needed = given[0] if y.requires_grad else y, kind.needed(given)
+        ctx.save_for_backward(y, v, *found, *needed)
+        ctx.save_for_forward(y, given[0], *found, *needed)  # forgotten after this call
         ctx.kind, ctx.prepared = type(kind), kind.prepared
 
     @staticmethod
@@ -80,6 +81,30 @@ class Matched(torch.autograd.Function):
             problem = ctx.kind.restored(ctx.prepared, needed)
             _, *others = problem.envelope(multipliers, u, z, g, needs[8:])
         return None, None, None, dy, None, None, None, None, g * (z - y), *others
+
+    @staticmethod
+    def jvp(ctx: Any, _kind: None, _complete: None, _found: None, ty: Any, *moves: Any) -> Tensor:
+        """The same derivatives, taken along the tangents; those of z, λ and u do not matter."""
+        y, v, z, multipliers, u, status, *needed = ctx.saved_tensors
+        problem, tangents = ctx.kind.restored(ctx.prepared, needed), moves[4:]
+        ok = learnable(status).unsqueeze(-1)
+        free, inside = ok & ~u.isinf(), problem.prepared.activation.sigma(torch.zeros_like(z))
+        z, g = torch.where(ok, z, inside), ok.to(z.dtype)
+        multipliers, u = (torch.where(ok, x, 0) for x in (multipliers, u))
+        value = torch.zeros_like(z[:, 0])
+        if ty is not None:
+            slope = problem.prepared.activation.inverse(torch.where(free, y, inside)) - v
+            value = value + torch.where(free, slope * ty, 0).sum(-1)
+        # The gradient in a matrix is a sum over samples: it is taken along its tangent instead.
+        needs = [i != 1 and x is not None for i, x in enumerate(tangents)]
+        _, *grads = problem.envelope(multipliers, u, z, g, needs)
+        for slope, tangent in zip((z - torch.where(free, y, z), *grads), tangents, strict=True):
+            if slope is not None and tangent is not None:
+                value = value + (slope * tangent).flatten(1).sum(-1)
+        if tangents[1] is not None:
+            change = problem.prepared.map.over(tangents[1]).apply(z)
+            value = value + (multipliers[:, : change.shape[-1]] * change).sum(-1)
+        return value
 
     @staticmethod
     def vmap(

@@ -27,15 +27,19 @@ class LagrangeMemory:
     """
 
     multipliers: Float[Tensor, "samples constraints"]
-    """The table: a row for each sample."""
+    """The table: a row for each sample, or for each of those of this rank."""
 
-    def __init__(self, num_samples: int, num_constraints: int):
+    def __init__(
+        self, num_samples: int, num_constraints: int, *, rank: int = 0, world_size: int = 1
+    ):
         if num_samples < 0 or num_constraints < 0:
             raise ValueError(
                 f"sizes must not be negative; got {num_samples} samples, "
                 f"{num_constraints} constraints."
             )
-        self.multipliers = torch.zeros(num_samples, num_constraints)
+        self.num_samples, self.rank, self.world_size = num_samples, rank, world_size
+        rows = len(range(rank, num_samples, world_size))  # sample i has row i // world_size
+        self.multipliers = torch.zeros(rows, num_constraints)
 
     def to(self, *args: Any, **kwargs: Any) -> "LagrangeMemory":
         """Move the table to a device or a dtype, as `Tensor.to`; returns this memory."""
@@ -43,31 +47,43 @@ class LagrangeMemory:
         return self
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The table by its name, for a checkpoint."""
-        return {"multipliers": self.multipliers}
+        """The table by its name, for a checkpoint. With many processes every rank must call it."""
+        return {"multipliers": self._gathered() if self.world_size > 1 else self.multipliers}
+
+    def _gathered(self) -> Tensor:
+        rows, columns = -(-self.num_samples // self.world_size), self.multipliers.shape[1]
+        own = self.multipliers.new_zeros(rows, columns)  # as many on each rank
+        own[: len(self.multipliers)] = self.multipliers
+        parts = [torch.empty_like(own) for _ in range(self.world_size)]
+        torch.distributed.all_gather(parts, own)
+        return torch.stack(parts, 1).reshape(-1, columns)[: self.num_samples]
 
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
-        """Take the table of a checkpoint, in the dtype and on the device that this one has."""
+        """Take the table of a checkpoint, in the dtype and on the device that this one has.
+
+        With many processes each rank takes its own rows, whatever number of ranks wrote it.
+        """
         if set(state_dict) != {"multipliers"}:
             raise ValueError(
                 "the state_dict of a LagrangeMemory has one entry, 'multipliers'; got "
                 f"{sorted(state_dict)}."
             )
-        found = state_dict["multipliers"]
-        if found.shape != self.multipliers.shape:
+        found, shape = state_dict["multipliers"], (len(self), self.multipliers.shape[1])
+        if found.shape != shape:
             raise ValueError(
-                f"this memory is {tuple(self.multipliers.shape)}, samples × constraints; got "
-                f"multipliers {tuple(found.shape)}. A memory belongs to one training set: make "
+                f"this memory is {shape}, samples × constraints; got multipliers "
+                f"{tuple(found.shape)}. A memory belongs to one training set: make "
                 f"LagrangeMemory{tuple(found.shape)}, or start without the old one."
             )
-        self.multipliers.copy_(found)
+        self.multipliers.copy_(found[self.rank :: self.world_size])
 
     def __repr__(self) -> str:
-        samples, constraints = self.multipliers.shape
-        return f"LagrangeMemory(num_samples={samples}, num_constraints={constraints})"
+        samples, constraints = len(self), self.multipliers.shape[1]
+        place = f", rank={self.rank}, world_size={self.world_size}" if self.world_size > 1 else ""
+        return f"LagrangeMemory(num_samples={samples}, num_constraints={constraints}{place})"
 
     def __getitem__(self, index: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch I"]:
-        index, table = self._checked(index), self.multipliers
+        index, table = self.rows(index), self.multipliers
         try:
             found = table.index_select(0, index if index.ndim == 1 else index.reshape(-1))
         except (IndexError, RuntimeError):
@@ -76,7 +92,7 @@ class LagrangeMemory:
         return found if index.ndim == 1 else found.reshape(*index.shape, table.shape[-1])
 
     def __len__(self) -> int:
-        return len(self.multipliers)
+        return self.num_samples
 
     def store(self, index: Int[Tensor, "*batch"], solution: Solution) -> None:
         """Keep the multipliers of `solution` for the samples at `index`."""
@@ -84,7 +100,7 @@ class LagrangeMemory:
             raise TypeError(
                 f"store needs the Solution of the samples; got {type(solution).__name__}."
             )
-        index, table = self._checked(index), self.multipliers
+        index, table = self.rows(index), self.multipliers
         found = solution.multipliers.detach()
         if found.shape != (*index.shape, table.shape[-1]):
             raise ValueError(
@@ -107,21 +123,34 @@ class LagrangeMemory:
             self._check_range(index)
             raise
 
-    def _checked(self, index: Tensor) -> Tensor:
+    def rows(self, index: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
+        """Where in the table these samples are."""
         table = self.multipliers
-        if (
+        if not (
             isinstance(index, Tensor)
             and index.dtype is torch.long
             and index.is_cpu
-            and table.is_cpu
+            and table.is_cpu  # torch itself looks at every index
         ):
-            return index  # torch itself looks at every index
-        index = torch.as_tensor(index, device=table.device)
-        if index.is_floating_point() or index.dtype == torch.bool:
-            raise TypeError(f"index must hold integers; got {index.dtype}.")
-        if not index.is_cpu:
+            index = torch.as_tensor(index, device=table.device)
+            if index.is_floating_point() or index.dtype == torch.bool:
+                raise TypeError(f"index must hold integers; got {index.dtype}.")
+            if not index.is_cpu:
+                self._check_range(index)
+            index = index.long()
+        return index if self.world_size == 1 else self._own(index)
+
+    def _own(self, index: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():
             self._check_range(index)
-        return index.long()
+            foreign = index[index % self.world_size != self.rank]
+            if len(foreign):
+                raise IndexError(
+                    f"sample {int(foreign[0])} belongs to rank "
+                    f"{int(foreign[0]) % self.world_size}, and this is rank {self.rank} of "
+                    f"{self.world_size}: draw samples with taut.distributed.ShardSampler."
+                )
+        return index // self.world_size
 
     def _check_range(self, index: Tensor) -> None:
         low, high = (int(x) for x in index.aminmax()) if index.numel() else (0, -1)

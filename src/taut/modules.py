@@ -208,7 +208,8 @@ class Projection(nn.Module):
         if free and lower is None and upper is None and self.h is None and not params:
             given = v, self.A, self.b if b is None else b, y
             table = None if memory is None else memory.multipliers
-            found = loss_at_once(self._known, self.solver, given, table, index, reduction)
+            rows = None if memory is None or index is None else memory.rows(index)
+            found = loss_at_once(self._known, self.solver, given, table, rows, reduction)
             if found is not None:
                 return found
         init = None if memory is None or index is None else memory[index]
