@@ -1,6 +1,6 @@
 # `make` lists the targets. Everything runs in .venv, which is made on first use.
 PYTHON ?= python3
-# A torch other than that of constraints.txt, in a new .venv: `make clean; make tests TORCH=2.4.0`.
+# A torch other than that of constraints.txt, in a new .venv: `make clean; make tests TORCH=2.6.0`.
 TORCH ?=
 # pytest processes; 0 is none besides the main one.
 WORKERS ?= 2
@@ -11,6 +11,7 @@ BIN := .venv/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 # One stamp for each set of extras in .venv. A larger set contains the smaller ones and stands for
 # them once it is there, so that an edit of the C code is compiled once.
 DOCS_READY := .venv/.installed-dev,docs
+DIST_READY := .venv/.installed-dist
 READY := $(firstword $(wildcard $(DOCS_READY)) .venv/.installed-dev)
 BENCH_READY := $(firstword $(wildcard $(READY)) .venv/.installed-bench)
 RUN_READY := $(firstword $(wildcard $(BENCH_READY)) .venv/.installed-cli)
@@ -19,14 +20,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv test lint types tests other portable slow compilers cross sanitize format demo xor \
-	fuzz bench variants docs clean
+	fuzz bench variants docs dist clean
 
 help: ## 1 s | list the targets
 	@echo "The times are of two cores, without the installation that a first call begins with."
 	@awk -F ':.*## | [|] ' '/^[a-z]+:.*## / {printf "  make %-9s %-9s %s\n", $$1, $$2, $$3}' $(MAKEFILE_LIST)
 
 # Installs again only when the requirements or the C code change.
-$(sort $(RUN_READY) $(BENCH_READY) $(READY) $(DOCS_READY)): .venv/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard src/taut/backends/csrc/*)
+$(sort $(RUN_READY) $(BENCH_READY) $(READY) $(DOCS_READY) $(DIST_READY)): .venv/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard src/taut/backends/csrc/*)
 	@echo "== install .[$*] into .venv: $(if $(wildcard $@),half a minute,one to three minutes and what torch takes to download)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/',cat) constraints.txt > .venv/constraints.txt
@@ -96,6 +97,9 @@ docs: $(DOCS_READY) ## 10 s | build the site into site/ and look for what comes 
 	@$(BIN)/python -m doctest website/docstrings.py
 	@$(BIN)/zensical build --strict --clean
 	@$(BIN)/python website/defects.py site
+
+dist: $(DIST_READY) ## 3 min | sdist and wheels into dist/, checked in empty environments
+	@$(BIN)/python release/dist.py
 
 clean: ## 1 s | remove environments, caches and built files; results stay
 	rm -rf .venv benchmarks/.envs site dist build src/*.egg-info src/taut/_kernel*.so .pytest_cache .ruff_cache .hypothesis

@@ -1,7 +1,9 @@
 """Graphs of torch.compile and torch.export. `test_graphs` of test_compiled.py runs these tests."""
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,6 +177,29 @@ print("as before")
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "as before", done.stderr
+
+
+# The document
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning: few workers, few batches
+def test_the_document_runs(tmp_path, monkeypatch):
+    """The blocks that need a compiler, or Lightning."""
+    pytest.importorskip("pytorch_lightning")
+    torch.set_default_dtype(torch.float32)
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parent.parent / "docs/pytorch.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```py\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    source = "\n".join(blocks)
+    assert len(blocks) == 3
+    namespace = {"__name__": "document"}
+    file = tmp_path / "document.py"  # where a compiler can read it
+    file.write_text(source, encoding="utf-8")
+    exec(compile(source, str(file), "exec"), namespace)
+    memory = namespace["model"].memory.multipliers
+    assert memory.abs().amin() > 0
+    assert namespace["z"].shape == (5, 4)
 
 
 # Inductor

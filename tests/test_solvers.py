@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import taut
 from measures import relative_residual
@@ -312,3 +313,33 @@ def test_gradient_descent_refuses(arguments):
 def test_gradient_descent_refuses_a_limit():
     with pytest.raises(ValueError, match="max_iterations must be ≥ 0; got -1"):
         GradientDescent(max_iterations=-1)
+
+
+# Devices without a kernel: each look at a number waits for all that was asked before
+
+
+@pytest.mark.parametrize("activation", ["sigmoid", "exp"])
+def test_a_device_is_read_from_seldom(monkeypatch, activation):
+    """Counted as if the CPU were a device; the answers are those of before."""
+    given = problem(activation, n=256, I=8, K=64, size=1.0, seed=4)
+    prepared = taut.prepare(given.A, activation)
+    expected = taut.project(given.v, prepared, given.b)
+    reads = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.name().removeprefix("aten::").split(".")[0]
+            masked = name == "index" and any(
+                x is not None and x.dtype == torch.bool for x in args[1]
+            )
+            if masked or name in ("_local_scalar_dense", "nonzero", "equal", "masked_select"):
+                reads.append(name)
+            return func(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(taut.solvers.base, "on_host", lambda x: False)
+    object.__setattr__(prepared, "backend", taut.backends.Torch())
+    with Noting():
+        found = taut.project(given.v, prepared, given.b)
+    assert_close(found.z, expected.z, rtol=0, atol=1e-12)
+    iterations = int(found.iterations.max())
+    assert len(reads) <= 9 * iterations + 3, (len(reads), iterations)

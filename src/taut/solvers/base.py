@@ -117,9 +117,16 @@ def leave(
     return Outcome(z, multipliers, u, largest, iterations, status, failed)
 
 
+def on_host(x: Tensor) -> bool:
+    """Is it cheap to look at numbers of x? On a device each look waits for all that was asked."""
+    return x.is_cpu
+
+
 def _all_finite(*tensors: Tensor) -> bool:
     """Is every entry a number? A sum that overflows says no where it is yes: look again."""
-    return all(bool(x.sum().isfinite()) for x in tensors)
+    if on_host(tensors[0]):
+        return all(bool(x.sum().isfinite()) for x in tensors)
+    return bool(torch.stack([x.sum() for x in tensors]).isfinite().all())
 
 
 def _usable(task: Task, start: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ it is too long when h has become clearly positive. Differences of D itself, as i
 drown in rounding long before the residual does.
 """
 
+from dataclasses import replace
 from typing import NamedTuple, final
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from taut.activations.codes import is_line
 from taut.backends import Rules
+from taut.solvers import base
 from taut.solvers.base import Task, relative
 from taut.systems import Factor, SharedFactor, factorise, share, solve_gram, solve_gram_roughly
 
@@ -51,6 +53,8 @@ class Search(NamedTuple):
     @staticmethod
     def of(task: Task, rules: Rules, dtype: torch.dtype) -> "Search":
         """For numbers given in `dtype`."""
+        if not base.on_host(task.v):  # steps with an old factor need more looks than a new one
+            rules = replace(rules, chords=0)
         levels = rules.target(dtype), rules.share(dtype), rules.cap(dtype)
         return Search(task, rules, task.b.abs(), *levels)
 
@@ -108,7 +112,7 @@ def newton_step(search: Search, state: State, closed: Bool[Tensor, "n"] | None) 
             step.index_copy_(0, again, direction)
         part, before = search.take(index), state.take(index)
         result.write(index, _search(part, before, _tame(part, before, step[index])))
-    if factor is None:
+    if factor is None or not search.rules.chords:
         return result
     # A step with the old factor gains about as much as the last one did: take such steps where
     # they are enough.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from taut.certificate import certifies
 from taut.outcome import Status
+from taut.solvers import base
 from taut.solvers.base import Task, relative
 from taut.solvers.step import Search, State
 
@@ -38,7 +39,10 @@ def judge(
     """A verdict on each sample; `stalls` counts the iterations that did not halve its residual."""
     task, rules, target = search.task, search.rules, search.target
     own = 8 * torch.finfo(state.z.dtype).eps
-    smallest, largest = (x.item() for x in state.relative.aminmax())
+    if base.on_host(state.relative):
+        smallest, largest = (x.item() for x in state.relative.aminmax())
+    else:
+        smallest, largest = torch.stack(state.relative.aminmax()).tolist()
     if largest <= target:
         return Verdicts(torch.zeros_like(stalls))
     undecided = smallest > max(target, rules.near * own) and largest < torch.inf
@@ -72,7 +76,7 @@ def _at_rounding(search: Search, state: State, stalls: Tensor) -> Bool[Tensor, "
     task, rules = search.task, search.rules
     own = 8 * torch.finfo(state.z.dtype).eps
     near = (stalls > 0) | (state.relative <= rules.near * own)
-    if not bool(near.any()):
+    if base.on_host(near) and not bool(near.any()):
         return near
     scale = task.rounding_scale(state.u, state.z)
     level = relative(state.residual, scale)
@@ -92,7 +96,7 @@ def _by_the_rule(
 
     Where it does not, the last correction may: those are returned with it.
     """
-    if not bool(stopped.any()):
+    if base.on_host(stopped) and not bool(stopped.any()):
         return status, None
     meets = stopped & _keeps(search, state.z, state.residual)
     status = status.where(~meets, int(Status.CONVERGED))
