@@ -86,18 +86,16 @@ class CpuWithin:
     def attempt(self, problem: Problem, rules: Rules) -> Outcome:
         """Newton's method on the multipliers, from `start` or from those of the equations alone."""
         v, n = problem.inputs[0].contiguous(), len(problem.inputs[0])
-        nothing = Outcome.open(v, problem.prepared.map.shape[0])
+        rows = problem.prepared.map.shape[0]
         if type(problem) is not Inequalities or rules.dtype is not torch.float64 or not n:
-            return nothing
+            return Outcome.open(v, rows)
         known = self._known or self._layout(n)
         if known is None or not readable(*problem.inputs, problem.start):
-            return nothing
-        found = nothing
+            return Outcome.open(v, rows)
         begun = problem.start is None and problem.equations > 0
-        if begun:
-            found = self._equations(problem, rules)
-            if found.failed == n:
-                return nothing
+        found = self._equations(problem, rules) if begun else Outcome.open(v, rows)
+        if begun and found.failed == n:
+            return found
         return self._within(known, problem, rules, found, begun)
 
     def _equations(self, problem: Inequalities, rules: Rules) -> Outcome:

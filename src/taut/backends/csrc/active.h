@@ -4,33 +4,6 @@
 
 #include "euclid.h"
 
-/* So many entries of TILE rows with TILE others; those sums go by k alone, so that no entry depends
- * on its neighbours */
-INLINE void form_tile(const double *const *left, const double *const *right, const lanes *w, int64_t K,
-                      lanes sums[TILE][TILE]) {
-#pragma GCC unroll 2
-    for (int c = 0; c < TILE; c += COLUMNS) {
-        lanes sum[TILE][COLUMNS];
-#pragma GCC unroll 4
-        for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-            for (int t = 0; t < COLUMNS; t++) sum[s][t] = all(0.0);
-        for (int64_t k = 0; k < K; k++) {
-            lanes weighted[COLUMNS];
-#pragma GCC unroll 4
-            for (int t = 0; t < COLUMNS; t++) weighted[t] = right[c + t][k] * w[k];
-#pragma GCC unroll 4
-            for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-                for (int t = 0; t < COLUMNS; t++) sum[s][t] += left[s][k] * weighted[t];
-        }
-#pragma GCC unroll 4
-        for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-            for (int t = 0; t < COLUMNS; t++) sums[s][c + t] = sum[s][t];
-    }
-}
-
 /* The matrix in the rows that are active in any lane, which `some` lists */
 PART void form_union(const Plan *p, Sides *x, const lanes *w, int64_t count) {
     const int64_t K = p->outputs;

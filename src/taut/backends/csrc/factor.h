@@ -8,6 +8,33 @@
  * SSE2, where two columns at a time are no faster; NEON has 32.) */
 #define COLUMNS (LANES == 4 ? TILE / 2 : TILE)
 
+/* Entries of A diag(w) Aᵀ, TILE rows with TILE others: each sum goes by k alone, so that none depends
+ * on its neighbours. */
+INLINE void form_tile(const double *const *left, const double *const *right, const lanes *w, int64_t K,
+                      lanes sums[TILE][TILE]) {
+#pragma GCC unroll 2
+    for (int c = 0; c < TILE; c += COLUMNS) {
+        lanes sum[TILE][COLUMNS];
+#pragma GCC unroll 4
+        for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+            for (int t = 0; t < COLUMNS; t++) sum[s][t] = all(0.0);
+        for (int64_t k = 0; k < K; k++) {
+            lanes weighted[COLUMNS];
+#pragma GCC unroll 4
+            for (int t = 0; t < COLUMNS; t++) weighted[t] = right[c + t][k] * w[k];
+#pragma GCC unroll 4
+            for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                for (int t = 0; t < COLUMNS; t++) sum[s][t] += left[s][k] * weighted[t];
+        }
+#pragma GCC unroll 4
+        for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+            for (int t = 0; t < COLUMNS; t++) sums[s][c + t] = sum[s][t];
+    }
+}
+
 PART void form_gram(const Plan *p, const lanes *w, lanes *gram) {
     const int64_t n = p->kept, K = p->outputs;
     if (p->row_start) {
@@ -21,30 +48,47 @@ PART void form_gram(const Plan *p, const lanes *w, lanes *gram) {
     }
     for (int64_t i = 0; i < n; i += TILE)
         for (int64_t j = 0; j <= i; j += TILE) {
-            const double *left = p->a + i * K, *right = p->a + j * K;
-            for (int c = 0; c < TILE; c += COLUMNS) {
-                lanes sum[TILE][COLUMNS];
+            const double *left[TILE], *right[TILE];
+            lanes sums[TILE][TILE];
 #pragma GCC unroll 4
-                for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-                    for (int t = 0; t < COLUMNS; t++) sum[s][t] = all(0.0);
-                for (int64_t k = 0; k < K; k++) {
-                    lanes weighted[COLUMNS];
-#pragma GCC unroll 4
-                    for (int t = 0; t < COLUMNS; t++) weighted[t] = right[(c + t) * K + k] * w[k];
-#pragma GCC unroll 4
-                    for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-                        for (int t = 0; t < COLUMNS; t++)
-                            sum[s][t] += left[s * K + k] * weighted[t];
-                }
-#pragma GCC unroll 4
-                for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-                    for (int t = 0; t < COLUMNS; t++)
-                        if (j + c + t <= i + s) gram[triangle(i + s) + j + c + t] = sum[s][t];
+            for (int t = 0; t < TILE; t++) {
+                left[t] = p->a + (i + t) * K;
+                right[t] = p->a + (j + t) * K;
             }
+            form_tile(left, right, w, K, sums);
+#pragma GCC unroll 4
+            for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                for (int t = 0; t < TILE; t++)
+                    if (j + t <= i + s) gram[triangle(i + s) + j + t] = sums[s][t];
         }
+}
+
+/* The rows of a triangle from i on and from j on, and their products before column j */
+INLINE void sum_tile(lanes *gram, int64_t i, int64_t j, lanes **row, lanes **column,
+                     lanes sums[TILE][TILE]) {
+#pragma GCC unroll 4
+    for (int s = 0; s < TILE; s++) {
+        row[s] = gram + triangle(i + s);
+        column[s] = gram + triangle(j + s);
+    }
+#pragma GCC unroll 2
+    for (int c = 0; c < TILE; c += COLUMNS) {
+        lanes sum[TILE][COLUMNS];
+#pragma GCC unroll 4
+        for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+            for (int t = 0; t < COLUMNS; t++) sum[s][t] = all(0.0);
+        for (int64_t k = 0; k < j; k++)
+#pragma GCC unroll 4
+            for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+                for (int t = 0; t < COLUMNS; t++) sum[s][t] += row[s][k] * column[c + t][k];
+#pragma GCC unroll 4
+        for (int s = 0; s < TILE; s++)
+#pragma GCC unroll 4
+            for (int t = 0; t < COLUMNS; t++) sums[s][c + t] = sum[s][t];
+    }
 }
 
 /* Cholesky's factor in place, without its diagonal, whose reciprocals go to `diagonal`. `which`
@@ -68,28 +112,7 @@ PART void factorise(const Plan *p, lanes *gram, lanes *diagonal, double least, m
     for (int64_t j = d; j < n; j += TILE)
         for (int64_t i = j; i < n; i += TILE) {
             lanes sums[TILE][TILE], *row[TILE], *column[TILE];
-#pragma GCC unroll 4
-            for (int s = 0; s < TILE; s++) {
-                row[s] = gram + triangle(i + s);
-                column[s] = gram + triangle(j + s);
-            }
-#pragma GCC unroll 2
-            for (int c = 0; c < TILE; c += COLUMNS) {
-                lanes sum[TILE][COLUMNS];
-#pragma GCC unroll 4
-                for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-                    for (int t = 0; t < COLUMNS; t++) sum[s][t] = all(0.0);
-                for (int64_t k = 0; k < j; k++)
-#pragma GCC unroll 4
-                    for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-                        for (int t = 0; t < COLUMNS; t++) sum[s][t] += row[s][k] * column[c + t][k];
-#pragma GCC unroll 4
-                for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-                    for (int t = 0; t < COLUMNS; t++) sums[s][c + t] = sum[s][t];
-            }
+            sum_tile(gram, i, j, row, column, sums);
 #pragma GCC unroll 4
             for (int s = 0; s < TILE; s++)
 #pragma GCC unroll 4

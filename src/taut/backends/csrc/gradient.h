@@ -7,7 +7,7 @@
 
 /* The largest running error of the pivots, and |g| + w∘|A|ᵀ|s|: Running and _is_safe of systems/pull.py */
 PART void running_error(const Plan *p, Work *x, lanes *error, lanes *summed) {
-    *error = *summed = all(0.0);
+    *error = all(0.0);
     for (int64_t i = 0; i < p->kept; i++) {
         const lanes *row = x->gram + triangle(i);
         lanes sum = row[i];
@@ -15,12 +15,7 @@ PART void running_error(const Plan *p, Work *x, lanes *error, lanes *summed) {
         x->y[i] = sum * x->diagonal[i] * x->diagonal[i];
         *error = larger(*error, x->y[i]);
     }
-    for (int64_t k = 0; k < p->given; k++) {
-        lanes sum = all(0.0);
-        for (int64_t i = 0; i < p->kept; i++)
-            sum += p->absolute[i * p->outputs + k] * absolute(x->step[i]);
-        *summed = larger(*summed, absolute(x->v[k]) + x->w[k] * sum);
-    }
+    *summed = largest_sum(p, x->v, x->w, x->step);
 }
 
 /* Lane l by Gauss–Jordan; false where there is no memory for it */

@@ -165,4 +165,16 @@ INLINE void apply(const Plan *p, const lanes *x, int64_t i, int sign, lanes *out
     for (int t = 0; t < TILE; t++) out[t] = even[t] + odd[t];
 }
 
+/* The largest of |g| + w∘|A|ᵀ|s|: what g − w∘Aᵀs is summed from */
+INLINE lanes largest_sum(const Plan *p, const lanes *g, const lanes *w, const lanes *s) {
+    lanes most = all(0.0);
+    for (int64_t k = 0; k < p->given; k++) {
+        lanes sum = all(0.0);
+        for (int64_t i = 0; i < p->kept; i++)
+            sum += p->absolute[i * p->outputs + k] * absolute(s[i]);
+        most = larger(most, absolute(g[k]) + w[k] * sum);
+    }
+    return most;
+}
+
 #endif

@@ -107,7 +107,6 @@ PART void error_of_pull(const Plan *p, const Line *line, Pulling *y, int64_t n, 
                         lanes *summed) {
     Sides *x = &y->sides;
     *error = all(line ? line->error : 0.0);
-    *summed = all(0.0);
     for (int64_t i = 0; i < n; i++) {
         const lanes *row = x->own + triangle(i);
         lanes sum = row[i];
@@ -117,12 +116,7 @@ PART void error_of_pull(const Plan *p, const Line *line, Pulling *y, int64_t n, 
         x->y[i] = sum * x->diagonal[i] * x->diagonal[i];
         *error = larger(*error, x->y[i]);
     }
-    for (int64_t k = 0; k < p->given; k++) {
-        lanes sum = all(0.0);
-        for (int64_t i = 0; i < p->kept; i++)
-            sum += p->absolute[i * p->outputs + k] * absolute(x->step[i]);
-        *summed = larger(*summed, absolute(y->g[k]) + x->w[k] * sum);
-    }
+    *summed = largest_sum(p, y->g, x->w, x->step);
 }
 
 /* Lane l by Gauss–Jordan; false where there is no memory for it */

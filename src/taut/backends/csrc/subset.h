@@ -58,33 +58,11 @@ PART void factorise_own(int64_t n, lanes *own, lanes *diagonal, double least, ma
     for (int64_t i = 0; i < n; i++) diagonal[i] = own[triangle(i) + i]; /* to compare pivots with */
     for (int64_t j = 0; j < n; j += TILE)
         for (int64_t i = j; i < n; i += TILE) {
-            lanes *row[TILE], *column[TILE];
-#pragma GCC unroll 4
-            for (int s = 0; s < TILE; s++) {
-                row[s] = own + triangle(i + s);
-                column[s] = own + triangle(j + s);
-            }
-#pragma GCC unroll 2
-            for (int c = 0; c < TILE; c += COLUMNS) {
-                lanes sum[TILE][COLUMNS];
-#pragma GCC unroll 4
-                for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-                    for (int t = 0; t < COLUMNS; t++) sum[s][t] = all(0.0);
-                for (int64_t k = 0; k < j; k++)
-#pragma GCC unroll 4
-                    for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-                        for (int t = 0; t < COLUMNS; t++) sum[s][t] += row[s][k] * column[c + t][k];
-#pragma GCC unroll 4
-                for (int s = 0; s < TILE; s++)
-#pragma GCC unroll 4
-                    for (int t = 0; t < COLUMNS; t++)
-                        if (j + c + t <= i + s) row[s][j + c + t] -= sum[s][t];
-            }
+            lanes sums[TILE][TILE], *row[TILE], *column[TILE];
+            sum_tile(own, i, j, row, column, sums);
             for (int s = 0; s < TILE; s++)
                 for (int t = 0; t < TILE && j + t <= i + s; t++) {
-                    lanes x = row[s][j + t];
+                    lanes x = row[s][j + t] - sums[s][t];
                     for (int k = 0; k < t; k++) x -= row[s][j + k] * column[t][j + k];
                     if (i + s > j + t) {
                         row[s][j + t] = x * diagonal[j + t];

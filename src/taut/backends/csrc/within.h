@@ -218,7 +218,7 @@ PART void write_answers(const Plan *p, Within *s, Sides *x, int64_t first, mask 
             for (int l = 0; l < LANES; l++) x->z[k][l] = (float)x->z[k][l];
         apply_all(p, x->z, 1, x->r);
     }
-    lanes residual = violation(p, x);
+    lanes residual = choose(solved | kept, violation(p, x), all(INFINITY));
     write_rows(p, x->nu, s->multipliers, first, s->samples, s->single);
     write_outputs(p, x->u, s->u, first, s->samples, s->single);
     write_outputs(p, x->z, s->z, first, s->samples, s->single);
@@ -239,7 +239,10 @@ PART mask attempt(const Plan *p, const Within *s, Sides *x, Path *path, int64_t 
     mask worked = open;
     if (made) open = make_box(p, s, x, open);
     if (path) open &= find_by_path(p, s, x, path, open, iterations);
-    evaluate_sides(p, x);
+    if (path || !s->begun || !s->line || x->boxed || s->single)
+        evaluate_sides(p, x);
+    else /* u, z and C z are those of the equations alone */
+        for (int64_t k = 0; k < p->outputs; k++) x->w[k] = all(p->scale[k] / p->temperature[k]);
     mask solved = iterate(p, s, x, open, iterations, &level), rough = solved & (level > 4.0 * EPS);
     if (any(rough)) refine(p, s, x, rough);
     if (any(solved)) tidy(p, s, x, solved, level);
@@ -274,7 +277,8 @@ PART void within_block(const Plan *p, Within *s, Sides *x, Path *path, int64_t f
     memcpy(x->answer_z, x->z, p->outputs * sizeof *x->z);
     /* Rows of one entry are bounds, but rows where σ is a line: that is faster. */
     x->boxed = s->floor || (s->only && !s->line);
-    for (int stage = 0; stage < 2 && any(open); stage++) {
+    int stage = 0;
+    for (; stage < 2 && any(open); stage++) {
         memcpy(x->nu, x->start, p->rows * sizeof *x->nu);
         mask found = attempt(p, s, x, stage ? path : NULL, first, open, &iterations);
         solved |= found;
@@ -284,7 +288,7 @@ PART void within_block(const Plan *p, Within *s, Sides *x, Path *path, int64_t f
     memcpy(x->nu, x->answer, p->rows * sizeof *x->nu);
     memcpy(x->u, x->answer_u, p->outputs * sizeof *x->u);
     memcpy(x->z, x->answer_z, p->outputs * sizeof *x->z);
-    if (!s->single) apply_all(p, x->z, 1, x->r);
+    if (!s->single && (stage > 1 || any(kept))) apply_all(p, x->z, 1, x->r);
     write_answers(p, s, x, first, solved, kept, iterations);
 }
 
