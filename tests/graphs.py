@@ -207,6 +207,7 @@ def test_the_document_runs(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::taut.FailureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch of itself
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @each_kind
 def test_by_inductor(activation, kind):
