@@ -149,8 +149,8 @@ def _within(family: str, activation: str, samples: int, K: int, I: int, M: int, 
     A, G = _normal(seed, 0, I, K), _normal(seed, 5, M, K)
     A[0] = 1
     y = _normal(seed, 1, samples, K)
-    y = _sigmoid(y) if activation == "sigmoid" else np.exp(0.5 * y)
-    upper = y @ G.T + 0.5 * _uniform(seed, 6, samples, M) * np.sqrt(K) * y.std()
+    y, size = (_sigmoid(y), 0.2) if activation == "sigmoid" else (np.exp(0.5 * y), 0.6)
+    upper = y @ G.T + 0.5 * size * np.sqrt(K) * _uniform(seed, 6, samples, M)
     v = _normal(seed, 2, samples, K) * (2 if activation == "sigmoid" else 1)
     g = _normal(seed, 3, samples, K)
     return Problem(family, activation, v, A, y @ A.T, g, G=G, upper=upper)

@@ -53,14 +53,14 @@ def _check_damage(block: Within, answer: Answer) -> dict[str, Mask]:
 
 
 def _overflows(block: Within) -> Mask:
-    """Does σ(v), a row of it, or a product of two rows leave the dtype?"""
+    """Does σ(v), a row of it, or a product of two outputs or rows leave the dtype?"""
     top = 1e-3 * float(np.finfo(block.dtype).max)
     start = np.abs(block.law.sigma(block.v.astype(np.float64)))
     least, most = (np.where(np.isfinite(x), np.abs(x), np.inf) for x in block.ends)
     start = np.minimum(start, np.maximum(least, most))
     C = np.abs(block.C.astype(np.float64))
     image = dot(np.maximum(C, C * C if block.dtype is np.float64 else C), np.minimum(start, top))
-    return (start > top).any(1) | (image > top).any(1)
+    return (start > top**0.5).any(1) | (image > top).any(1)
 
 
 def _sizes(block: Within, answer: Answer) -> Array:
@@ -75,11 +75,10 @@ def _check_sides(block: Within, answer: Answer) -> dict[str, Mask]:
     size = _sizes(block, answer)
     below = lower - r > tol * (np.abs(lower) + size)
     above = r - upper > tol * (np.abs(upper) + size)
-    least, most = (np.asarray(x, answer.z.dtype) for x in block.ends)
-    beyond = (answer.z < least) | (answer.z > most)
-    if block.G is not None:  # the range alone, with the rounding of its ends
-        around = _FEW * block.eps * block.law.size
-        beyond = (answer.z < least - around) | (answer.z > most + around)
+    around = _FEW * block.eps * block.law.size  # of the ends of the range; bounds are kept exactly
+    beyond = (answer.z < block.law.ends[0] - around) | (answer.z > block.law.ends[1] + around)
+    if block.G is None:
+        beyond = beyond | (answer.z < block.lower) | (answer.z > block.upper)
     ν = answer.multipliers
     equal = lower == upper
     # A multiplier other than 0 where v is large: as much as the rounding of u lets it be seen.

@@ -85,6 +85,8 @@ class _Found:
             return made, {}
         pairs = zip(first, self.direction.values(), strict=True)
         along = torch.stack([(x * d).sum() for x, d in pairs]).sum()
+        if not along.requires_grad:  # of a line between bounds: the gradient does not move
+            return made, {k: torch.zeros_like(x) for k, x in self.leaves.items()}
         second = torch.autograd.grad(along, leaves, **options)
         return made, dict(zip(self.leaves, second, strict=True))
 

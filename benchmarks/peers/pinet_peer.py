@@ -17,11 +17,11 @@ from pinet import (
 from peers.protocol import Call, Variant, main
 from problems import Problem
 
-jax.config.update("jax_enable_x64", True)
-
 
 def _prepare(problem: Problem, settings: dict[str, Any]) -> Call:
-    dtype = jnp.float32 if settings.get("dtype") == "float32" else jnp.float64
+    single = settings.get("dtype") == "float32"
+    jax.config.update("jax_enable_x64", not single)
+    dtype = jnp.float32 if single else jnp.float64
     options = {name: value for name, value in settings.items() if name != "dtype"}
     A, G = (jnp.asarray(x, dtype)[None] for x in (problem.A, problem.G))
     b, upper = (jnp.asarray(x, dtype)[..., None] for x in (problem.b_rows, problem.upper_rows))
