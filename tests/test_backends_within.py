@@ -307,3 +307,11 @@ def test_tensors_of_any_layout():
     found = taut.project(turned, known, wide, **sides(given))
     assert torch.equal(found.z, right.z)
     assert torch.equal(found.multipliers, right.multipliers)
+
+
+def test_a_row_that_asks_for_an_end_holds_its_output_there():
+    """Though 1e-318, as the equations alone have it, is within rounding of 0."""
+    A, G = torch.tensor([[1.0, 0.0, 1.0]]), torch.tensor([[0.0, -1.0, 0.0]])
+    v = torch.tensor([[0.0, -730.0, 0.0]])
+    found = taut.project(v, A, torch.tensor([2.0]), G=G, lower=0.0, activation="exp")
+    assert found.z.tolist() == [[1.0, 0.0, 1.0]] and found.u[0, 1] == -torch.inf

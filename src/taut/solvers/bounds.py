@@ -88,7 +88,7 @@ def _equations_first(
     z = first.z.to(sides.v.dtype)
     good = sides.keeps(z, 2 * EPS, problem.equations)
     good = good & (sides.clip(z) == z).all(-1) & ~_empty(sides)
-    kept = (first.status == Status.CONVERGED) & good
+    kept = (first.status == Status.CONVERGED) & good & ~held.forced
     decided = kept | (first.status == Status.INFEASIBLE) | (first.status == Status.INCONSISTENT)
     index = decided.nonzero().squeeze(-1)
     first = replace(first, multipliers=multipliers, residual=problem.largest_violation(first.z))

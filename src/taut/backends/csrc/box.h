@@ -56,12 +56,13 @@ PART void leave_box(const Plan *p, const Within *s, Sides *x, mask which) {
     lanes floor, ceiling;
     for (int64_t k = 0; k < p->outputs; k++) {
         lanes z = x->z[k], free = activate_output(p, k, x->u[k]).z;
-        mask clipped = ((z > free) & (z == x->floor[k])) | ((z < free) & (z == x->ceiling[k]));
+        mask low = which & (z > free) & (z == x->floor[k]);
+        mask high = which & (z < free) & (z == x->ceiling[k]);
         x->y[k] = all(0.0);
-        if (any(which & clipped)) {
+        if (any(low | high)) {
             lanes pull = inverse_output(p, k, z) - x->u[k];
-            pull = choose(z > free, at_least(pull, all(0.0)), at_most(pull, all(0.0)));
-            x->y[k] = choose(which & clipped, pull, all(0.0));
+            x->y[k] = choose(low, at_least(pull, all(0.0)), x->y[k]);
+            x->y[k] = choose(high, at_most(pull, all(0.0)), x->y[k]);
         }
         x->more[k] = x->y[k];
     }

@@ -202,12 +202,17 @@ PART mask iterate(const Plan *p, const Within *s, Sides *x, mask open, lanes *it
     return solved;
 }
 
+/* Does all that is to be returned fit the dtype, and |C||z|, whose size is asked for? */
 INLINE mask are_finite(const Plan *p, const Within *s, const Sides *x) {
     lanes largest = all(0.0);
-    for (int64_t i = 0; i < p->rows; i++) largest = larger(largest, absolute(x->nu[i]));
+    double most = 1.0;
+    for (int64_t i = 0; i < p->rows; i++) {
+        largest = larger(largest, absolute(x->nu[i]));
+        most = p->sizes[i] > most ? p->sizes[i] : most;
+    }
     for (int64_t k = 0; k < p->given; k++)
         largest = larger(largest, larger(absolute(x->u[k]), absolute(x->z[k])));
-    return largest <= s->huge;
+    return most * largest <= s->huge;
 }
 
 /* What is returned, in the dtype of v; the answers of the equations alone, where they are `kept` */
@@ -263,6 +268,7 @@ PART mask attempt(const Plan *p, const Within *s, Sides *x, Path *path, int64_t 
 PART void within_block(const Plan *p, Within *s, Sides *x, Path *path, int64_t first) {
     mask open = read_sides(p, s, x, first), kept = open & ~open, solved = kept;
     lanes iterations = all(0.0);
+    open &= ~asks_for_end(p, s, x);
     memset(x->nu, 0, p->rows * sizeof *x->nu);
     memcpy(x->u, x->v, p->outputs * sizeof *x->u); /* what is returned where there is no answer */
     memset(x->z, 0, p->outputs * sizeof *x->z);
@@ -270,7 +276,6 @@ PART void within_block(const Plan *p, Within *s, Sides *x, Path *path, int64_t f
         kept = begin(p, s, x, first, &open);
     else if (s->start)
         read_start(p, s, x, first);
-    open &= ~asks_for_end(p, s, x);
     memcpy(x->start, x->nu, p->rows * sizeof *x->nu);
     memcpy(x->answer, x->nu, p->rows * sizeof *x->nu);
     memcpy(x->answer_u, x->u, p->outputs * sizeof *x->u);
