@@ -33,6 +33,15 @@ PINS: dict[str, list[str]] = {
     ],
     "sinkhorn": [TORCH, *_COMMON, "POT==0.9.7.post1", "LinSATNet==0.1.3"],
     "qpth": [TORCH, "numpy==1.26.4", "scipy==1.17.1", "qpth==0.0.18", "cvxpy==1.7.5"],
+    "enforce": [
+        TORCH,
+        *_COMMON,
+        "jaxtyping==0.3.11",
+        "enforce-nn==1.0.4",
+        "matplotlib==3.11.2",
+        "pandas==3.1.1",
+        "scikit-learn==1.9.1",
+    ],
     "qpax": [*_COMMON, "qpax==0.1.4", "jax==0.10.2", "jaxlib==0.10.2"],
     "proxsuite": [TORCH, *_COMMON, "proxsuite==0.8.0"],
     "pinet": [

@@ -321,7 +321,7 @@ INFEASIBLE: dict[str, Family] = {
 @cache
 def power_flow(case: str) -> Family:
     """z = (V, θ, P, Q) of every bus: P + iQ = V ∘ conj(Y V), the angle of the first bus 0."""
-    from powerflow import Grid
+    from power_flow import Grid  # the example
 
     grid = Grid.of(case)
 

@@ -7,7 +7,8 @@ import torch
 from scipy.optimize import minimize
 
 import taut
-from surfaces import FAMILIES, norm, products
+from power_flow import Grid, run
+from surfaces import FAMILIES, norm, power_flow, products
 from tables import SEED, generator
 from taut.activations import mixed
 
@@ -210,6 +211,30 @@ def test_slsqp_finds_the_same_point(name, count):
         torch.testing.assert_close(solution.z[i], torch.tensor(found.x), atol=2e-6, rtol=0)
 
 
+# Power flow, against another Newton
+
+
+@pytest.mark.parametrize("case", ["case9", "case14", "case30", "case57"])
+def test_power_flow_from_a_flat_start(case):
+    """Injections given, voltages found: PYPOWER's own solution."""
+    grid = Grid.of(case)
+    solution = grid.flow()
+    V, θ, *_ = solution.z.split(grid.buses, -1)
+    assert bool(solution.converged)
+    torch.testing.assert_close(V, grid.V, atol=1e-10, rtol=0)
+    torch.testing.assert_close(θ, grid.θ, atol=1e-10, rtol=0)
+    assert int(solution.iterations) <= 6
+
+
+def test_the_example_obeys_the_grid(monkeypatch):
+    """A slice of the example: the equations to 1e-10, projected at test or trained through."""
+    monkeypatch.setattr("power_flow.STEPS", 10)
+    found = run("case9", 16, 10)
+    assert found["plain"][1] > 1e-3
+    assert all(mismatch < 1e-10 for name, (_, mismatch, _) in found.items() if name != "plain")
+    assert found["plain, projected at test"][0] < found["plain"][0]
+
+
 # The laws of a batch
 
 
@@ -293,6 +318,15 @@ def test_the_whole_grid(seed):
     assert sum(found.values()) >= 15_970
     for noise, share in GRID.items():
         assert found[noise] >= share * 4000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1000])
+def test_the_whole_grid_of_power_flow(seed):
+    """Of 1,600 at least 1,592."""
+    cases = {case: power_flow(case) for case in ("case9", "case14")}
+    noises = (0.03, 0.1, 0.3, 1.0)
+    assert sum(converged(cases, s, 200, seed + SEED, cases) for s in noises) >= 1_592
 
 
 def test_a_mixture_of_geometries_warm():

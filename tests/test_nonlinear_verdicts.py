@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import taut
+from fuzzing.curves import EVERY, check_curves
 from surfaces import FAMILIES, INFEASIBLE, norm, product
 from tables import SEED
 from taut import Status
@@ -59,6 +60,14 @@ def test_converged_is_feasible_stationary_and_a_strict_minimum(name):
         along = Vh[rank:]
         if len(along):
             assert torch.linalg.eigvalsh(along @ one @ along.mT)[0] > 0
+
+
+@pytest.mark.parametrize("count", [3, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_slice_of_the_fuzzer(count):
+    """Random h: what is CONVERGED is feasible, stationary, a strict minimum; by NumPy."""
+    found = [check_curves(SEED, EVERY * n - 1) for n in range(1, count + 1)]
+    assert [failures for failures, _ in found if failures] == []
+    assert sum(names["nonlinear, CONVERGED"] for _, names in found) >= 2 * count
 
 
 @pytest.mark.parametrize(

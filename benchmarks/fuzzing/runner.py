@@ -13,6 +13,7 @@ import taut
 from fuzzing.bits import check_bits
 from fuzzing.blocks import MOST, Block, make_block
 from fuzzing.checks import Answer, check_rows
+from fuzzing.curves import check_curves
 from fuzzing.doors import check_doors
 from fuzzing.gradients import check_gradients
 from fuzzing.optimal import check_optimal, look_closely
@@ -80,8 +81,9 @@ def _checked(block: Block, answer: Answer, again: list[tuple[int, str]]) -> Tall
     found += proofs.failures
     wrong = {row for row, _ in found}
     gradients, compared = check_gradients(block)
-    found += again + gradients + check_doors(block)
-    return _counted(block, answer, found, wrong, [proofs.counts, compared])
+    curves, curved = check_curves(block.seed, block.number)
+    found += again + gradients + check_doors(block) + curves
+    return _counted(block, answer, found, wrong, [proofs.counts, compared, curved])
 
 
 def _checked_within(block: Within, answer: Answer, solution: taut.Solution) -> Tally:
@@ -157,7 +159,7 @@ def replay(row: int, seed: int, number: int, most: int, kind: str = "equations")
     answer = Answer.of(block.solve())
     failed = [check for check, mask in check_rows(block, answer).items() if mask[row]]
     failed += [check for r, check in prove(block, answer).failures if r == row]
-    others = check_gradients(block)[0] + check_bits(block)
+    others = check_gradients(block)[0] + check_bits(block) + check_curves(seed, number)[0]
     return failed + [check for r, check in others if r == row]
 
 

@@ -1,4 +1,4 @@
-"""Neural networks whose outputs satisfy linear constraints exactly."""
+"""Neural networks whose outputs satisfy constraints exactly."""
 
 from taut import activations as activations, backends as backends, distributed as distributed
 from taut.activations import Activation as Activation, Interval as Interval

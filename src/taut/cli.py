@@ -28,7 +28,7 @@ def build() -> "typer.Typer":
     from taut.experiments.xor.command import xor
 
     app = typer.Typer(
-        help="Neural networks whose outputs satisfy linear constraints exactly.",
+        help="Neural networks whose outputs satisfy constraints exactly.",
         no_args_is_help=True,
         add_completion=False,
         rich_markup_mode="markdown",
@@ -40,7 +40,7 @@ def build() -> "typer.Typer":
 
 
 def _taut() -> None:
-    """Neural networks whose outputs satisfy linear constraints exactly."""
+    """Neural networks whose outputs satisfy constraints exactly."""
 
 
 if __name__ == "__main__":

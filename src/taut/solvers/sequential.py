@@ -165,7 +165,14 @@ def _searched(
 ) -> Attempt:
     """The lanes, one after the other, for the samples that are left."""
     found, u = contract(curve, *(given or start), limit), start[0]
-    starts = [u] if given is None else [given[0], u]
+    starts = [u]
+    if given is not None:
+        starts = [given[0], u]
+        left = (~found.done).nonzero().squeeze(-1)
+        if len(left):  # a start may be worse than none
+            own = contract(curve.take(left), start[0][left], start[1][left], limit)
+            index = own.done.nonzero().squeeze(-1)
+            found.write(left[index], *(x[index] for x in own))
     for own in itertools.chain(starts, _further(curve, u)):
         left = (~found.done).nonzero().squeeze(-1)
         if len(left) == 0:
