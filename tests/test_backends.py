@@ -145,6 +145,66 @@ def test_conformance_in_every_size(backend, outputs):
         conform(backend, ALL["sigmoid"], "plain", K=outputs, I=I)
 
 
+#: Large enough for a backend to begin in float32: by factors, and by conjugate gradients.
+LARGER = {"few equations": (40, 8), "many equations": (60, 24), "more than outputs / 2": (37, 30)}
+SCALABLE = ["sigmoid", "exp", "tanh", "bounded", "weighted by a number", "tempered by a number"]
+LARGER_CASES = [
+    pytest.param(size, regime, name, marks=() if name == "sigmoid" else pytest.mark.slow)
+    for size in LARGER
+    for regime in ("plain", "planted", "saturated", "redundant")
+    for name in SCALABLE
+]
+
+
+@both_dtypes
+@pytest.mark.parametrize(("size", "regime", "name"), LARGER_CASES)
+@each_other
+def test_conformance_of_larger_problems(backend, size, regime, name, dtype):
+    K, I = LARGER[size]
+    conform(backend, ALL[name], regime, dtype, starts=("none", "near"), K=K, I=I)
+
+
+@both_dtypes
+@pytest.mark.parametrize("name", SCALABLE)
+@pytest.mark.parametrize("size", LARGER)
+@each_other
+def test_bits_of_larger_problems_are_a_samples_own(backend, size, name, dtype):
+    """Alone, or in any place beside any others: decisions are made sample by sample."""
+    K, I = LARGER[size]
+    given = problem(ALL[name], n=41, I=I, K=K, dtype=dtype, size=3.0)
+    A, rules = prepared(given.A, ALL[name], backend), Rules()
+
+    def attempt(index, start):
+        start = None if start is None else start[index]
+        flat, _ = pose(A, given.v[index], None, given.b[index], start)
+        return A.backend.attempt(flat, rules)
+
+    everyone = torch.arange(41)
+    found = attempt(everyone, None)
+    near = found.multipliers + 0.03 * torch.randn_like(found.multipliers)
+    for start in (None, near):
+        whole = attempt(everyone, start)
+        for index in (torch.randperm(41), torch.tensor([17]), torch.arange(3, 9)):
+            part = attempt(index, start)
+            assert torch.equal(part.status, whole.status[index])
+            ok = part.status == Status.CONVERGED
+            for field in ("z", "multipliers", "u", "residual", "iterations"):
+                one, other = getattr(part, field), getattr(whole, field)[index]
+                assert torch.equal(one[ok], other[ok]), field
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 40])
+@each_other
+def test_iterations_of_larger_problems_are_counted(backend, limit):
+    given = problem("sigmoid", n=20, I=24, K=60, dtype=torch.float32)
+    A = prepared(given.A, "sigmoid", backend)
+    solver = taut.Newton(max_iterations=limit)
+    found = taut.project(given.v, A, given.b, solver=solver, on_failure="return")
+    assert (found.iterations <= limit).all()
+    assert found.converged.all() == (limit > 2)
+    assert (found.iterations[found.converged] > 0).all()
+
+
 def hierarchy():
     """total = Σ regions, region = Σ towns, with 5 regions of 3 towns."""
     towns = torch.eye(5).repeat_interleave(3, 1)

@@ -21,6 +21,9 @@ TILE = 4  # as in csrc/calls.h
 _MAX_OUTPUTS = 2**17
 # Finding so many products of two non-zeros takes half a second and 200 MB.
 _MAX_PRODUCTS = 2**21
+# Of float32, see csrc/single.h: sums at a time; the part of |A||z| in the size of a residual;
+# entries of A from which it gains; bytes of products that a cache holds; the largest condition.
+_SPAN, _SHARE, _SMALL, _MAX_PAIRS, _ILL = 8, 0.05, 256, 2**22, 300.0
 
 
 @final
@@ -74,7 +77,11 @@ def make_plan(basis: Basis, activation: Activation) -> Plan | None:
         inverses["inverse"] = _inverse(a[:worked], w)
     if not all(bool(inverse.isfinite().all()) for inverse in inverses.values()):
         return None
+    single = {}
+    if not sparse and "inverse" not in inverses:
+        single = _single(a[:, :given], order[:worked], inverses["flat"], c)
     sizes = {
+        "worked": len(single["lines"]) if single else 0,
         "outputs": a.shape[1],
         "given": given,
         "rows": len(order),
@@ -86,7 +93,28 @@ def make_plan(basis: Basis, activation: Activation) -> Plan | None:
         "safe": SAFE,
         "positive": activation.range.positive and bool((A >= 0).all()),
     }
-    return Plan(sizes, {name: x.contiguous() for name, x in (arrays | inverses).items()})
+    return Plan(sizes, {name: x.contiguous() for name, x in (arrays | inverses | single).items()})
+
+
+def _single(
+    a: Float[Tensor, "rows given"], order: Int[Tensor, "kept"], flat: Tensor, condition: float
+) -> dict[str, Tensor]:
+    """What csrc/single.h needs; nothing where float32 gains nothing, or would not do."""
+    n, outputs = int((order >= 0).sum()), a.shape[1]
+    tiled = -(-n // 3) * 3
+    entries = tiled * (tiled + 1) // 2
+    a, size = a[:n], a[:n].abs().amax(-1)
+    if n * outputs < _SMALL or 4 * entries * outputs > _MAX_PAIRS or condition > _ILL:
+        return {}
+    if not bool((size > 1e-8).all() and (size < 1e8).all()):
+        return {}
+    i, j = torch.tril_indices(tiled, tiled, device="cpu").unbind()
+    rows = pad(a, (0, 0, 0, tiled - n))
+    pairs = pad((rows[i] * rows[j]).mT, (0, -entries % _SPAN)).unflatten(-1, (-1, _SPAN))
+    found = {"lines": a, "columns": a.mT, "inverse_single": flat[:n, :n]}
+    found = {name: pad(x, (0, -x.shape[-1] % _SPAN)) for name, x in found.items()}
+    found |= {"pairs": pairs.movedim(-2, 0), "shares": _SHARE * a.abs().sum(-1)}
+    return {name: x.to(torch.float32) for name, x in found.items()}
 
 
 def functions(activation: Activation, given: int) -> dict[str, Tensor] | None:

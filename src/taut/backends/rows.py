@@ -56,6 +56,7 @@ def make_rows(C: Basis, A: Basis, activation: Activation) -> Rows | None:
         arrays |= lists(a, len(order))
     c = C.condition.item()
     sizes = {
+        "worked": 0,
         "outputs": a.shape[1],
         "given": given,
         "rows": len(order),

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #define TILE 4
+#define LIMIT 30 /* of iterations: where fewer are allowed, they are counted one by one */
 
 /* A and σ, laid out by plan.py */
 #define PLAN(FIELD)                                                                              \
@@ -37,6 +38,13 @@
     FIELD(const double *, entry_value)                                                           \
     FIELD(const double *, flat)     /* kept × kept: the inverse of A Aᵀ */                       \
     FIELD(const double *, inverse)  /* that of A diag(w) Aᵀ where σ is a line, or NULL */        \
+    /* For float32, filled up to a multiple of 8 along the last dimension: see single.h */       \
+    FIELD(int64_t, worked)          /* the rows kept, without filling; 0: all is in float64 */   \
+    FIELD(const float *, lines)     /* A by row: worked × outputs */                             \
+    FIELD(const float *, columns)   /* A by output: given × rows */                              \
+    FIELD(const float *, pairs)     /* a_ik·a_jk, for 8 pairs i ≥ j at a time: given × 8 */      \
+    FIELD(const float *, inverse_single) /* `flat`: worked × rows */                             \
+    FIELD(const float *, shares)    /* the part of Σ|a| that counts in the size of a residual */ \
     FIELD(const int8_t *, kind)                                                                  \
     FIELD(const int8_t *, plain)    /* without shift, scale and temperature */                   \
     FIELD(const double *, shift)                                                                 \

@@ -1,25 +1,25 @@
 /* The calls, for one kind of processor: VARIANT(name) is what they are called. */
-#include "training.h"
+#include "blocks.h"
 #include "pullback.h"
 
-/* `counts` says which samples nobody works on. */
-#define EACH_BLOCK(type, counts, work_on)                                       \
+#define EACH_BLOCK(type, work_on)                                               \
     (type * s) {                                                                \
         Work work;                                                              \
-        void *memory = make_room(counts->plan, &work);                          \
+        void *memory = make_room(s->plan, &work);                               \
         while (memory) {                                                        \
-            int64_t first = __atomic_fetch_add(&counts->next, LANES, __ATOMIC_RELAXED); \
-            if (first >= counts->samples) break;                                \
-            TIMED(ALL, work_on(counts->plan, s, &work, first));                 \
+            int64_t first = __atomic_fetch_add(&s->next, LANES, __ATOMIC_RELAXED); \
+            if (first >= s->samples) break;                                     \
+            TIMED(ALL, work_on(s->plan, s, &work, first));                      \
         }                                                                       \
         if (memory) free(work.sample_memory);                                   \
         free(memory);                                                           \
     }
 
-void VARIANT(taut_solve) EACH_BLOCK(Solve, s, solve_block)
-void VARIANT(taut_backward) EACH_BLOCK(Backward, s, backward_block)
-void VARIANT(taut_loss) EACH_BLOCK(Loss, s, loss_block)
-void VARIANT(taut_train) EACH_BLOCK(Train, s->solve, train_block)
+void VARIANT(taut_backward) EACH_BLOCK(Backward, backward_block)
+void VARIANT(taut_loss) EACH_BLOCK(Loss, loss_block)
+
+void VARIANT(taut_solve)(Solve *s) { solve_all(s->plan, s, NULL); }
+void VARIANT(taut_train)(Train *t) { solve_all(t->solve->plan, t->solve, t); }
 
 void VARIANT(taut_stable)(Stable *s) {
     Sample one;

@@ -86,19 +86,14 @@ INLINE lanes reduced(lanes x, lanes *half, lanes *rest) {
     bits k = (bits)t - (bits)shift, first = ((k + 2048) >> 1) - 1024;
     *half = (lanes)((first + 1023) << 52);
     *rest = (lanes)((k - first + 1023) << 52);
-    lanes p = all(1.0 / 6227020800.0);
-    p = p * r + 1.0 / 479001600.0;
-    p = p * r + 1.0 / 39916800.0;
-    p = p * r + 1.0 / 3628800.0;
-    p = p * r + 1.0 / 362880.0;
-    p = p * r + 1.0 / 40320.0;
-    p = p * r + 1.0 / 5040.0;
-    p = p * r + 1.0 / 720.0;
-    p = p * r + 1.0 / 120.0;
-    p = p * r + 1.0 / 24.0;
-    p = p * r + 1.0 / 6.0;
-    p = p * r + 0.5;
-    return p * r * r + r;
+    /* By pairs, or every product would wait for the one before. */
+    lanes r2 = r * r, r4 = r2 * r2;
+    lanes a = r * (1.0 / 6.0) + 0.5, b = r * (1.0 / 120.0) + 1.0 / 24.0;
+    lanes c = r * (1.0 / 5040.0) + 1.0 / 720.0, d = r * (1.0 / 362880.0) + 1.0 / 40320.0;
+    lanes e = r * (1.0 / 39916800.0) + 1.0 / 3628800.0;
+    lanes f = r * (1.0 / 6227020800.0) + 1.0 / 479001600.0;
+    lanes p = ((f * r2 + e) * r4 + (d * r2 + c)) * r4 + (b * r2 + a);
+    return p * r2 + r;
 }
 
 INLINE lanes exponential(lanes x) {

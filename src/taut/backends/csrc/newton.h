@@ -207,18 +207,19 @@ PART void read_block(const Plan *p, const Solve *s, Work *x, int64_t first) {
     read_rows_at(p, x->multipliers, s->start, at, s->single);
 }
 
-/* Everything at the solution, in lanes; returns which samples are solved */
-PART mask solve_lanes(const Plan *p, const Solve *s, Work *x, lanes *taken) {
+/* Everything at the solution, in lanes, of the samples in `which`; returns which of them are solved */
+PART mask solve_lanes(const Plan *p, const Solve *s, Work *x, mask which, lanes *taken) {
     const Rules *r = s->rules;
     evaluate(p, s, x);
     mask lost = x->relative != x->relative;
     for (int64_t i = 0; i < p->rows; i++)
         lost |= ~(absolute(x->residual[i]) <= r->lost * (1.0 + absolute(x->b[i])));
+    lost &= which;
     lanes start = x->reach;
     if (any(lost)) lower(p, s, x, lost);
     lanes best = all(INFINITY), stalls = all(0.0), iterations = all(0.0);
     mask solved = stalls > 0.0, open = (x->relative < INFINITY) & (start < r->far), left = solved;
-    open &= ~at_end(p, s, x);
+    open &= which & ~at_end(p, s, x);
     for (int64_t iteration = 0; any(open); iteration++) {
         mask gained = x->relative < 0.5 * best;
         stalls = choose(gained, all(0.0), stalls + 1.0);
@@ -262,10 +263,9 @@ PART mask solve_lanes(const Plan *p, const Solve *s, Work *x, lanes *taken) {
     return solved & fits(p, s, x);
 }
 
-PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
-    lanes iterations;
-    read_block(p, s, x, first);
-    mask solved = solve_lanes(p, s, x, &iterations);
+/* What became of the samples in `which`, as the caller of a solve wants it */
+PART void write_solution(const Plan *p, Solve *s, Work *x, int64_t first, mask which, mask solved,
+                         lanes iterations) {
     lanes residual = all(0.0), sum[TILE];
     if (s->single) /* of z as it will be returned */
         for (int64_t k = 0; k < p->outputs; k++)
@@ -275,14 +275,14 @@ PART void solve_block(const Plan *p, Solve *s, Work *x, int64_t first) {
         for (int t = 0; t < TILE; t++)
             residual = larger(residual, absolute(s->single ? sum[t] - x->b[i + t] : x->residual[i + t]));
     }
-    write_rows(p, x->multipliers, s->multipliers, first, s->samples, s->single);
-    write_outputs(p, x->u, s->u, first, s->samples, s->single);
-    write_outputs(p, x->z, s->z, first, s->samples, s->single);
+    write_rows_of(p, x->multipliers, s->multipliers, first, s->samples, s->single, which);
+    write_outputs_of(p, x->u, s->u, first, s->samples, s->single, which);
+    write_outputs_of(p, x->z, s->z, first, s->samples, s->single, which);
     for (int l = 0; l < LANES && first + l < s->samples; l++) {
+        if (!which[l]) continue;
         s->iterations[first + l] = (int64_t)iterations[l];
         put(s->residual, first + l, s->single, residual[l]);
         s->status[first + l] = solved[l] ? 0 : -1;
-        if (!s->status[first + l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
     }
 }
 

@@ -57,19 +57,20 @@ PART void read_outputs(const Plan *p, lanes *to, const void *x, int64_t first, i
     for (int64_t k = p->given; k < p->outputs; k++) to[k] = all(0.0);
 }
 
-PART void write_outputs(const Plan *p, const lanes *from, void *x, int64_t first, int64_t samples,
-                        int64_t single) {
+/* The samples of the lanes in `which` */
+PART void write_outputs_of(const Plan *p, const lanes *from, void *x, int64_t first, int64_t samples,
+                           int64_t single, mask which) {
     const int64_t whole = p->given / LANES * LANES;
     for (int64_t k = 0; k < whole; k += LANES) {
         lanes block[LANES];
         memcpy(block, from + k, sizeof block);
         transpose(block);
         for (int l = 0; l < LANES && first + l < samples; l++)
-            store(x, (first + l) * p->given + k, single, block[l]);
+            if (which[l]) store(x, (first + l) * p->given + k, single, block[l]);
     }
     for (int64_t k = whole; k < p->given; k++)
         for (int l = 0; l < LANES && first + l < samples; l++)
-            put(x, (first + l) * p->given + k, single, from[k][l]);
+            if (which[l]) put(x, (first + l) * p->given + k, single, from[k][l]);
 }
 
 /* The entries of A's rows, of each sample at `at` numbers from x */
@@ -89,12 +90,23 @@ INLINE void read_rows(const Plan *p, lanes *to, const void *x, int64_t stride, i
     read_rows_at(p, to, x, at, single);
 }
 
-INLINE void write_rows(const Plan *p, const lanes *from, void *x, int64_t first, int64_t samples,
-                       int64_t single) {
+INLINE void write_outputs(const Plan *p, const lanes *from, void *x, int64_t first, int64_t samples,
+                          int64_t single) {
+    write_outputs_of(p, from, x, first, samples, single, (mask){0} == 0);
+}
+
+INLINE void write_rows_of(const Plan *p, const lanes *from, void *x, int64_t first, int64_t samples,
+                          int64_t single, mask which) {
     for (int64_t i = 0; i < p->rows; i++)
         for (int l = 0; p->order[i] >= 0 && l < LANES && first + l < samples; l++)
-            put(x, (first + l) * p->constraints + p->order[i], single,
-                i < p->kept ? from[i][l] : 0.0);
+            if (which[l])
+                put(x, (first + l) * p->constraints + p->order[i], single,
+                    i < p->kept ? from[i][l] : 0.0);
+}
+
+INLINE void write_rows(const Plan *p, const lanes *from, void *x, int64_t first, int64_t samples,
+                       int64_t single) {
+    write_rows_of(p, from, x, first, samples, single, (mask){0} == 0);
 }
 
 INLINE Output activate_output(const Plan *p, int64_t k, lanes u) {

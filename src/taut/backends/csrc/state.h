@@ -116,6 +116,12 @@ INLINE void sizes_of_outputs(const Plan *p, Work *x) {
     for (int64_t k = 0; k < p->outputs && !p->positive; k++) x->y[k] = absolute(x->z[k]);
 }
 
+/* What the part of equations left out counts: see measure */
+INLINE double implied(const Solve *s) {
+    const double enough = s->single || s->cap < 1e-13 ? s->cap : 1e-13;
+    return s->target < enough ? s->target / enough : 1.0;
+}
+
 /* The residual and its size */
 INLINE void compare(const Plan *p, const Solve *s, Work *x, lanes most) {
     lanes sum[TILE];
@@ -123,14 +129,12 @@ INLINE void compare(const Plan *p, const Solve *s, Work *x, lanes most) {
         apply(p, x->z, i, 1, sum);
         for (int t = 0; t < TILE; t++) x->residual[i + t] = sum[t] - x->b[i + t];
     }
-    const double enough = s->single || s->cap < 1e-13 ? s->cap : 1e-13;
-    const double implied = s->target < enough ? s->target / enough : 1.0;
-    x->relative = measure(p, x, s->share, implied, 1, most);
+    x->relative = measure(p, x, s->share, implied(s), 1, most);
     /* In truth it is no less. Where that is clearly too much, it need not be known better. */
     mask far = x->relative > (s->target > FAR ? s->target : FAR);
     if (!any(~far)) return;
     sizes_of_outputs(p, x);
-    x->relative = choose(far, x->relative, measure(p, x, s->share, implied, 0, most));
+    x->relative = choose(far, x->relative, measure(p, x, s->share, implied(s), 0, most));
 }
 
 /* Everything at the multipliers */
