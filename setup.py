@@ -21,9 +21,14 @@ class Kernel(build_ext):
     """A library that ctypes loads: it uses none of Python's symbols, and serves every Python."""
 
     def get_ext_filename(self, fullname: str) -> str:
-        if self.inplace or sys.platform == "win32":
+        if sys.platform == "win32":
             return super().get_ext_filename(fullname)
         return f"{fullname.replace('.', os.sep)}.so"
+
+    def run(self) -> None:
+        super().run()
+        for older in Path("src/taut").glob("_kernel.cpython-*.so") if self.inplace else ():
+            older.unlink()  # it would be found first
 
 
 class Wheel(bdist_wheel):
