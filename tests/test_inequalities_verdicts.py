@@ -311,3 +311,17 @@ def test_reconciled_predictions_keep_inequalities_and_bounds():
     y = torch.tensor([0.0, 3.0, 1.0])
     found = taut.reconcile(y, torch.ones(1, 3), torch.tensor([4.0]), upper=2.5, activation="exp")
     assert_close(found.z, torch.tensor([0.0, 2.5, 1.5]), rtol=1e-14, atol=0)
+
+
+def test_the_radius_of_a_float32_proof_knows_the_ends_in_float64():
+    """An end that float32 does not have, and a b that is rounded away from it."""
+    end = -13.517360167266133
+    activation = taut.activations.bounded(end, end)
+    A, G = torch.ones(1, 1).float(), torch.full((1, 1), 0.000953899231).float()
+    v, b, side = (torch.tensor([x]).float() for x in (0.0, end, end * G.item()))
+    init = torch.tensor([0.1, -100.0]).float()
+    sides = {"G": G, "lower": side, "upper": side}
+    found = project(v, A, b, **sides, activation=activation, init=init, on_failure="return")
+    assert found.status == Status.INFEASIBLE
+    assert found.radius == torch.inf
+    assert is_certificate(found.multipliers, A, b, activation, **sides)

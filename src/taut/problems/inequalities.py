@@ -299,7 +299,10 @@ class Inequalities(Problem):
 
     @property
     def sides(self) -> tuple[LinearMap, Tensor, Tensor, Tensor, Tensor]:
-        ends = tuple(x.expand_as(self.v) for x in self.prepared.activation.range.bounds(self.v))
+        ends = tuple(
+            x.expand_as(self.v)
+            for x in self.prepared.activation.range.bounds(self.v.to(wide(self.v)))
+        )
         least, most = ends
         if self.bounds:
             least, most = torch.maximum(least, self.bounds[0]), torch.minimum(most, self.bounds[1])

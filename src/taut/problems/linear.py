@@ -85,7 +85,10 @@ class Linear(Problem):
 
     @property
     def sides(self) -> tuple[LinearMap, Tensor, Tensor, Tensor, Tensor]:
-        least, most = (x.expand_as(self.v) for x in self.prepared.activation.range.bounds(self.v))
+        least, most = (
+            x.expand_as(self.v)
+            for x in self.prepared.activation.range.bounds(self.v.to(wide(self.v)))
+        )
         return self.A, self.b, self.b, least, most
 
     def residual(self, z: Float[Tensor, "N K"]) -> Float[Tensor, "N I"]:
