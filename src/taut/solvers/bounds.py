@@ -227,7 +227,11 @@ def _outcome(
     multipliers, u, z = (x.to(dtype) for x in (multipliers, u, z))
     fits = multipliers.isfinite().all(-1) & z.isfinite().all(-1)
     fits = fits & sides.C.abs().apply(solved.point.z.abs()).to(dtype).isfinite().all(-1)
-    status = status.where(fits, int(Status.NONFINITE))
+    # A proof does not depend on how far z got.
+    refuted = (status == Status.INFEASIBLE) & multipliers.isfinite().all(-1)
+    top = torch.finfo(dtype).max
+    z = torch.where(refuted.unsqueeze(-1), z.nan_to_num(0.0).clamp(-top, top), z)
+    status = status.where(fits | refuted, int(Status.NONFINITE))
     residual = problem.largest_violation(z)
     failed = int((status != Status.CONVERGED).sum())
     made = Outcome(z, multipliers, u, residual, iterations, status, failed)
