@@ -54,7 +54,7 @@ def train(backend: Backend, step: Step, rules: Rules) -> Trained | None:
     solve.v, solve.b, solve.b_stride = v.data_ptr(), b.data_ptr(), b.stride(0)
     solve.multipliers, solve.samples, solve.next, solve.unsolved = multipliers.data_ptr(), n, 0, n
     call.y, call.loss, call.dv, call.scale = y.data_ptr(), loss.data_ptr(), dv.data_ptr(), scale
-    call.seen, call.unsolved = 0, n
+    call.seen, call.stopped, call.unsolved = 0, 0, n
     if table is None or index is None:
         solve.start = solve.index = call.table = None
     else:

@@ -30,9 +30,13 @@ INLINE void write_samples(const Plan *p, Solve *s, Train *train, Work *x, int64_
         write_training(p, train, x, first, which);
     else
         write_solution(p, s, x, first, which, solved, iterations);
-    int64_t count = 0;
-    for (int l = 0; l < LANES && first + l < s->samples; l++) count += which[l] && solved[l];
+    int64_t count = 0, left = 0;
+    for (int l = 0; l < LANES && first + l < s->samples; l++) {
+        count += which[l] && solved[l];
+        left += which[l] && !solved[l];
+    }
     __atomic_fetch_sub(&s->unsolved, count, __ATOMIC_RELAXED);
+    if (train && left) __atomic_store_n(&train->stopped, 1, __ATOMIC_RELAXED);
 }
 
 /* The samples in `which`, all the way in float64, after so many iterations */
@@ -91,8 +95,9 @@ static void solve_all(const Plan *p, Solve *s, Train *train) {
         int64_t first = __atomic_fetch_add(&s->next, size, __ATOMIC_RELAXED);
         if (first >= s->samples) break;
         const int64_t count = first + size < s->samples ? size : s->samples - first;
-        if (train && !remembered(train, first, count)) {
-            /* nothing is solved, and the caller says why */
+        if (train && (__atomic_load_n(&train->stopped, __ATOMIC_RELAXED) ||
+                      !remembered(train, first, count))) {
+            /* nothing more is solved, and the caller says why */
         } else if (p->worked && s->limit >= LIMIT) {
             TIMED(ALL, solve_group(p, s, train, &thread, first));
         } else {

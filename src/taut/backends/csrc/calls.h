@@ -233,6 +233,7 @@
     FIELD(void *, table)       /* the memory, which `start` and `index` read; or NULL */ \
     FIELD(int64_t, entries)    /* of the memory */                                      \
     FIELD(int64_t, seen)       /* how many samples were worked on */                    \
+    FIELD(int64_t, stopped)    /* has one been left open? Then the others are in vain */ \
     FIELD(int64_t, unsolved)   /* at first all; 0: all are solved, and stored */        \
     FIELD(double, total)       /* Σ loss */
 

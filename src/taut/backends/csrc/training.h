@@ -10,9 +10,10 @@
 static void finish_training(const Plan *p, Train *t) {
     const Solve *s = t->solve;
     const int64_t bytes = p->constraints * (s->single ? 4 : 8);
+    if (s->unsolved) return;
     t->total = 0.0;
     for (int64_t n = 0; n < s->samples; n++) t->total += number(t->loss, n, s->single);
-    if (s->unsolved || t->total != t->total) return;
+    if (t->total != t->total) return;
     t->unsolved = 0;
     for (int64_t n = 0; t->table && n < s->samples; n++)
         memcpy((char *)t->table + s->index[n] * bytes, (char *)s->multipliers + n * bytes, bytes);
