@@ -2,7 +2,9 @@
 
 import ast
 import doctest
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -234,6 +236,14 @@ def test_error_names_the_documents_line():
     with pytest.raises(ZeroDivisionError) as error:
         run("text\n\n```python\n1 / 0\n```\n", "d")
     assert error.traceback[-1].lineno == 3  # counted from 0
+
+
+def test_the_kernel_is_there_where_it_can_be():
+    """An installation without it is right and slow, and nothing else would say so."""
+    off = os.environ.get("TAUT_KERNEL") == "0" or os.environ.get("TAUT_BUILD") == "pure"
+    if off or sys.platform == "win32" or not (shutil.which("cc") or shutil.which("gcc")):
+        pytest.skip("it is off, or there is no compiler")
+    assert taut.backends.available() != "torch", "install again: the kernel was not compiled"
 
 
 def test_a_call_passes_few_functions():

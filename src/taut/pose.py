@@ -27,9 +27,7 @@ def fitted(v: Any, A: Any, b: Any, init: Any) -> tuple[Tensor, Tensor, Tensor, T
             and (init is None or (init.shape == shape and init.device == device))
         ):
             return v, A, b, init  # plainly a batch with one A; asked first, as training asks often
-    if isinstance(v, Tensor) and not v.is_floating_point():
-        raise TypeError(f"v must hold floating numbers; got {v.dtype}. Try v.float().")
-    v = as_floating("v", v, None)
+    v = _outputs(v)
     A, b = (as_floating(name, x, v.dtype, v.device) for name, x in (("A", A), ("b", b)))
     if init is not None:
         init = as_floating("init", init, v.dtype, v.device)
@@ -56,6 +54,24 @@ def pose(
     group = v.shape[-2] if v.ndim > 1 else 1
     flat = v.reshape(n, v.shape[-1])
     return Linear(prepared, flat, data, b, start, group), batch  # pyright: ignore
+
+
+def _outputs(v: Any) -> Tensor:
+    if isinstance(v, Tensor) and not v.is_floating_point():
+        raise TypeError(f"v must hold floating numbers; got {v.dtype}. Try v.float().")
+    return as_floating("v", v, None)
+
+
+def _with_or_without(v: Any, A: Any, b: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """v, and A z = b; without A and b it has no rows."""
+    v = _outputs(v)
+    if v.ndim < 1:
+        raise ValueError(f"v must be (*batch, K); got {tuple(v.shape)}.")
+    if (A is None) != (b is None):
+        raise ValueError("A and b belong together: A z = b needs both, or neither.")
+    A = v.new_zeros(0, v.shape[-1]) if A is None else as_floating("A", A, v.dtype, v.device)
+    b = v.new_zeros(0) if b is None else as_floating("b", b, v.dtype, v.device)
+    return v, A, b
 
 
 def check_range(name: str, y: Tensor, activation: Activation) -> None:
@@ -155,15 +171,7 @@ def fitted_sides(v: Any, A: Any, b: Any, G: Any, lower: Any, upper: Any, init: A
             if G is not None
             else "there are no constraints: pass A and b, G with lower or upper, or bounds on z."
         )
-    if isinstance(v, Tensor) and not v.is_floating_point():
-        raise TypeError(f"v must hold floating numbers; got {v.dtype}. Try v.float().")
-    v = as_floating("v", v, None)
-    if v.ndim < 1:
-        raise ValueError(f"v must be (*batch, K); got {tuple(v.shape)}.")
-    if (A is None) != (b is None):
-        raise ValueError("A and b belong together: A z = b needs both, or neither.")
-    A = v.new_zeros(0, v.shape[-1]) if A is None else as_floating("A", A, v.dtype, v.device)
-    b = v.new_zeros(0) if b is None else as_floating("b", b, v.dtype, v.device)
+    v, A, b = _with_or_without(v, A, b)
     rows = v.shape[-1]
     if G is not None:
         G = as_floating("G", G, v.dtype, v.device)
@@ -253,15 +261,7 @@ class Curved(NamedTuple):
 
 def fitted_curved(v: Any, A: Any, b: Any, params: Any, init: Any) -> Curved:
     """`fitted` for h(z, *params) = 0, with A z = b or without."""
-    if isinstance(v, Tensor) and not v.is_floating_point():
-        raise TypeError(f"v must hold floating numbers; got {v.dtype}. Try v.float().")
-    v = as_floating("v", v, None)
-    if v.ndim < 1:
-        raise ValueError(f"v must be (*batch, K); got {tuple(v.shape)}.")
-    if (A is None) != (b is None):
-        raise ValueError("A and b belong together: A z = b needs both, or neither.")
-    A = v.new_zeros(0, v.shape[-1]) if A is None else as_floating("A", A, v.dtype, v.device)
-    b = v.new_zeros(0) if b is None else as_floating("b", b, v.dtype, v.device)
+    v, A, b = _with_or_without(v, A, b)
     _validate(v, A, b, None)
     if A.layout is not torch.strided and A.shape[-1] > DENSE:
         raise NotImplementedError(

@@ -53,6 +53,7 @@ class Solution:
             residual, iterations, status = (
                 x.reshape(batch) for x in (residual, iterations, status)
             )
+        seen = () if torch.compiler.is_compiling() else versions(problem.inputs)
         self.__dict__.update(
             z=z,
             multipliers=multipliers,
@@ -62,7 +63,7 @@ class Solution:
             status=status,
             _problem=problem,
             _outcome=outcome,
-            _versions=versions(problem.inputs),
+            _versions=seen,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -127,12 +128,7 @@ class Solution:
 
 
 def versions(inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
-    """Counters that torch raises with every write to a tensor; it keeps none in inference mode.
-
-    A compiler keeps what it computes with, and needs none.
-    """
-    if torch.compiler.is_compiling():
-        return ()
+    """Counters that torch raises with every write to a tensor; it keeps none in inference mode."""
     try:
         return tuple(map(_VERSION, inputs))
     except RuntimeError:
@@ -141,8 +137,10 @@ def versions(inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
 
 def check_unwritten(solution: Solution) -> None:
     """Refuse a solution whose v, A or b was written to since: its loss would be another's."""
+    if not solution._versions:
+        return  # a compiler keeps what it computes with
     now = versions(solution._problem.inputs)
-    if solution._versions and now != solution._versions:
+    if now != solution._versions:
         names = zip(solution._problem.named, solution._versions, now, strict=True)
         changed = ", ".join(name for name, before, after in names if before != after)
         raise ValueError(

@@ -148,17 +148,10 @@ PART void multiply(const Plan *p, const double *matrix, lanes *x, lanes *room) {
     }
 }
 
-/* x ← (A diag(w) Aᵀ)⁻¹ x, by the factor or by the inverse of all */
-PART void solve_gram(const Plan *p, const lanes *gram, const lanes *diagonal, lanes *x,
-                     lanes *room) {
-    const int64_t n = p->kept, d = p->disjoint;
-    if (p->inverse) {
-        multiply(p, p->inverse, x, room);
-        return;
-    }
-    for (int64_t i = 0; i < d; i++) x[i] *= diagonal[i];
+/* Forward and back through rows d to n of a factor; the first d of x are divided already */
+INLINE void substitute(int64_t d, int64_t n, const lanes *factor, const lanes *diagonal, lanes *x) {
     for (int64_t i = d; i < n; i++) {
-        const lanes *row = gram + triangle(i);
+        const lanes *row = factor + triangle(i);
         lanes even = all(0.0), odd = all(0.0);
         int64_t k = 0;
         for (; k + 1 < i; k += 2) {
@@ -169,10 +162,22 @@ PART void solve_gram(const Plan *p, const lanes *gram, const lanes *diagonal, la
         x[i] = (x[i] - (even + odd)) * diagonal[i];
     }
     for (int64_t i = n - 1; i >= d; i--) {
-        const lanes *row = gram + triangle(i);
+        const lanes *row = factor + triangle(i);
         lanes found = x[i] *= diagonal[i];
         for (int64_t k = 0; k < i; k++) x[k] -= row[k] * found;
     }
+}
+
+/* x ← (A diag(w) Aᵀ)⁻¹ x, by the factor or by the inverse of all */
+PART void solve_gram(const Plan *p, const lanes *gram, const lanes *diagonal, lanes *x,
+                     lanes *room) {
+    const int64_t n = p->kept, d = p->disjoint;
+    if (p->inverse) {
+        multiply(p, p->inverse, x, room);
+        return;
+    }
+    for (int64_t i = 0; i < d; i++) x[i] *= diagonal[i];
+    substitute(d, n, gram, diagonal, x);
     for (int64_t i = 0; i < d; i++) x[i] *= diagonal[i];
 }
 

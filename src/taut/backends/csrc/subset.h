@@ -81,22 +81,7 @@ PART void factorise_own(int64_t n, lanes *own, lanes *diagonal, double least, ma
 
 /* x ← H⁻¹x by the factor */
 PART void solve_own(int64_t n, const lanes *own, const lanes *diagonal, lanes *x) {
-    for (int64_t i = 0; i < n; i++) {
-        const lanes *row = own + triangle(i);
-        lanes even = all(0.0), odd = all(0.0);
-        int64_t k = 0;
-        for (; k + 1 < i; k += 2) {
-            even += row[k] * x[k];
-            odd += row[k + 1] * x[k + 1];
-        }
-        if (k < i) even += row[k] * x[k];
-        x[i] = (x[i] - (even + odd)) * diagonal[i];
-    }
-    for (int64_t i = n - 1; i >= 0; i--) {
-        const lanes *row = own + triangle(i);
-        lanes found = x[i] *= diagonal[i];
-        for (int64_t k = 0; k < i; k++) x[k] -= row[k] * found;
-    }
+    substitute(0, n, own, diagonal, x);
 }
 
 #endif
