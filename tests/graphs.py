@@ -54,6 +54,83 @@ def test_a_training_step_is_one_graph():
         fast(batches[0][1], batches[0][2], torch.full((6, 2), 1e3), batches[0][3])
 
 
+def losses(layer, memory, index, sides):
+    """`layer.loss` in a graph, and the three calls; each with what it leaves in the memory."""
+
+    def at_once(v, y, b):
+        return layer.loss(v, y, b, **sides, memory=memory, index=index, reduction="none")
+
+    def by_three(v, y, b):
+        solution = layer.solve(v, b, init=memory[index], **sides)
+        memory.store(index, solution)
+        return taut.matched_loss(solution, y, reduction="none")
+
+    torch.compiler.reset()
+    start = memory.multipliers.clone()
+    for function in (compiled(at_once), by_three):
+        memory.multipliers.copy_(start)
+        yield function, memory.multipliers
+
+
+@pytest.mark.filterwarnings("ignore::taut.FailureWarning")
+@pytest.mark.parametrize("asked", ["v", "v and b"])
+@each_kind
+def test_the_loss_of_a_layer_is_one_graph(kind, asked):
+    """Values, gradients and memory, and what a sample that fails leaves of them."""
+    tensors, y = given(kind, "tanh")
+    v, b = tensors.pop("v"), tensors.pop("b").detach()
+    matrices = {k: tensors.pop(k).detach() for k in ("A", "G") if k in tensors}
+    sides = {k: x.detach() for k, x in tensors.items()}
+    b[2] = 1e3
+    leaves = (v,) if asked == "v" else (v, b.requires_grad_())
+    layer = Projection(**matrices, activation="tanh", on_failure="return")
+    memory = LagrangeMemory(20, sum(x.shape[-2] for x in matrices.values())).to(torch.float64)
+    memory.multipliers.normal_(0, 0.1)
+    index, found = torch.randperm(20)[:6], []
+    for function, table in losses(layer, memory, index, sides):
+        loss = function(v, y, b)
+        grads = torch.autograd.grad(loss.square().sum(), leaves)
+        found.append([loss, table.clone(), *grads])
+    assert_same(*found)
+    assert (found[0][0] != 0).sum() == 5
+
+
+def test_a_loss_is_one_op_where_only_v_gets_a_gradient():
+    v, A, b = problem()
+    layer, y, seen = Projection(A, activation="sigmoid", on_failure="return"), torch.rand(6, K), []
+
+    def note(graph, inputs):
+        seen.append(sorted({str(x.target) for x in graph.graph.nodes if "taut" in str(x.target)}))
+        return graph.forward
+
+    for side in (b, b.clone().requires_grad_()):
+        torch.compile(lambda b: layer.loss(v, y, b), fullgraph=True, backend=note)(side)
+    assert seen == [["taut.loss"], ["taut.matched_loss", "taut.solve"]]
+
+
+def test_the_loss_of_a_layer_in_other_shapes():
+    """And where the memory has another dtype, there is none, or something is wrong."""
+    v, A, b = problem(n=(2, 3))
+    y, index = torch.rand(2, 3, K), torch.randperm(20)[:6].reshape(2, 3)
+    layer = Projection(A, activation="sigmoid")
+    b = apply(A, y)
+    for dtype in (torch.float64, torch.float32):
+        memory = LagrangeMemory(20, 2).to(dtype)
+        found = [(f(v, y, b), table.clone()) for f, table in losses(layer, memory, index, {})]
+        assert_same(*found)
+    expected = taut.matched_loss(layer.solve(v, b), y, "sum")
+    alone = compiled(lambda y, b: layer.loss(v, y, b, reduction="sum"))
+    assert_close(alone(y, b), expected, rtol=0, atol=1e-13)
+    with pytest.raises(taut.SolveError, match="6 of 6 samples could not be projected"):
+        alone(y, b + 1e3)
+    with pytest.raises(ValueError, match=r"targets must lie in"):
+        alone(y + 2, b)
+    with pytest.raises(Exception, match=r"y must have the shape of solution.z, \(2, 3, 5\)"):
+        alone(y[0], b)
+    with pytest.raises(Exception, match="do not belong together in a memory"):
+        compiled(lambda: layer.loss(v, y, b, memory=memory, index=index[0, 0]))()
+
+
 @pytest.mark.filterwarnings("ignore::taut.FailureWarning")
 @each_kind
 def test_compiled_layers(kind):

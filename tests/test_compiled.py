@@ -147,6 +147,16 @@ def test_what_ops_raise_and_warn_of():
         torch.func.jvp(lambda v: by_ops(v, A, b).z, (v.detach(),), (v.detach(),))
 
 
+#: Of each op, the arguments that get gradients.
+LEAVES = {
+    "solve": (3, 4, 5),
+    "solve_backward": (),
+    "matched_loss": (3, 4, 5),
+    "matched_loss_backward": (),
+    "loss": (3,),
+}
+
+
 @pytest.mark.filterwarnings("ignore::taut.FailureWarning")
 @each_kind
 @shared_or_own
@@ -155,7 +165,7 @@ def test_opcheck(kind, own):
     if kind == "own rows" or (own and kind == "rows"):
         pytest.skip("the same op")
     tensors, y = given(kind, own=own)
-    calls, names = {}, ("solve", "solve_backward", "matched_loss", "matched_loss_backward")
+    calls = {}
 
     class Noting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -164,19 +174,21 @@ def test_opcheck(kind, own):
 
     with Noting():
         everything(tensors, "sigmoid", y, by_ops, loss_by_ops)
-    found = {f.name().split("::")[1]: (f, args) for f, args in calls.items() if "taut" in f.name()}
-    assert sorted(found) == sorted(names)
-    for name in ("solve", "matched_loss"):
-        function, args = found[name]
-        leaves = [
-            x.detach().clone().requires_grad_(i in (3, 4, 5)) if isinstance(x, torch.Tensor) else x
-            for i, x in enumerate(args)
+        solved = by_ops(**tensors, activation="sigmoid")
+        plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in ops.arguments(solved)]
+        plain[3].requires_grad_()
+        rules = None, 200, "float64", False
+        torch.ops.taut.loss(*plain, None, *rules, y.reshape(plain[3].shape))[0].sum().backward()
+    found = {f.name().split("::")[1]: args for f, args in calls.items() if "taut" in f.name()}
+    assert set(found) == {f"{name}_numbers" for name in LEAVES}
+    for name, leaves in LEAVES.items():
+        args = [
+            x.detach().clone().requires_grad_(i in leaves) if isinstance(x, torch.Tensor) else x
+            for i, x in enumerate(found[f"{name}_numbers"])
         ]
-        torch.library.opcheck(function, tuple(leaves))
-    for name in ("solve_backward", "matched_loss_backward"):
-        function, args = found[name]
+        torch.library.opcheck(getattr(torch.ops.taut, name).default, tuple(args))
         plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
-        torch.library.opcheck(function, tuple(plain))
+        torch.library.opcheck(getattr(torch.ops.taut, f"{name}_numbers").default, tuple(plain))
 
 
 # torch.func on the ops

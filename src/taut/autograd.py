@@ -112,7 +112,7 @@ def apply(function: type[Function], *args: Any) -> Any:
 
 
 def differentiated(op: Callable[..., Any], setup: Any, backward: Any) -> Callable[..., Any]:
-    """What an op does for autograd: `setup(ctx, inputs, output)` and `backward(ctx, *grads)`.
+    """What autograd does with an `op`: `setup(ctx, inputs, output)` and `backward(ctx, *grads)`.
 
     `torch.library.register_autograd` does not follow torch.func, and drops tangents in silence.
     """
@@ -139,7 +139,7 @@ def differentiated(op: Callable[..., Any], setup: Any, backward: Any) -> Callabl
     def kernel(*args: Any) -> Any:
         asked = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
         if not (asked or forward_mode()):
-            return below(*args)
+            return op(*args)
         if not transforming():
             return direct(made)(*args)
         with enable_single_level_autograd_function():  # torch.func calls one level at a time

@@ -53,7 +53,7 @@ def matched_loss(
     if torch.compiler.is_compiling():
         flat = y.to(solution.z.dtype).reshape(solution._outcome.z.shape)
         loss = compiled.matched_loss(solution, flat)
-        return _reduce(loss.reshape(solution.status.shape), reduction)
+        return reduced(loss.reshape(solution.status.shape), reduction)
     check_unwritten(solution)
     problem, outcome = solution._problem, solution._outcome
     y, shape = y.to(solution.z.dtype), solution.status.shape
@@ -66,7 +66,7 @@ def matched_loss(
         loss = matched(problem, known, found, flat, None, None, None, None, *problem.inputs)
     if outcome.failed > 0:
         warn_of_failures(solution.status)
-    loss = _reduce(loss if len(shape) == 1 else loss.reshape(shape), reduction)
+    loss = reduced(loss if len(shape) == 1 else loss.reshape(shape), reduction)
     if not transforming() and (not known or isnan((loss.sum() if loss.ndim else loss).item())):
         check_targets(y, solution.status, problem.prepared.activation)
     return loss
@@ -88,7 +88,7 @@ def bregman_loss(
     if y.shape != u.shape:
         raise _misshapen(y, u.shape, "u")
     activation, y = resolve(activation), y.to(u.dtype)
-    loss = _reduce(activation.divergence(y, u).sum(-1), reduction)
+    loss = reduced(activation.divergence(y, u).sum(-1), reduction)
     if not transforming() and isnan(loss.sum().item()):
         check_range("targets", y, activation)
     return loss
@@ -98,7 +98,8 @@ def _misshapen(y: Tensor, shape: torch.Size, name: str) -> ValueError:
     return ValueError(f"y must have the shape of {name}, {tuple(shape)}; got {tuple(y.shape)}.")
 
 
-def _reduce(loss: Tensor, reduction: str) -> Tensor:
+def reduced(loss: Tensor, reduction: str) -> Tensor:
+    """The mean or the sum of the losses of all samples, or those themselves."""
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f'reduction must be "mean", "sum" or "none"; got {reduction!r}.')
     return loss if reduction == "none" else getattr(loss, reduction)()

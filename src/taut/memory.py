@@ -123,6 +123,11 @@ class LagrangeMemory:
             self._check_range(index)
             raise
 
+    def overwrite(self, index: Int[Tensor, "*batch"], found: Float[Tensor, "*batch I"]) -> None:
+        """Put these multipliers where those at `index` were, whatever they are."""
+        rows, columns = self.rows(index).reshape(-1), self.multipliers.shape[-1]
+        self.multipliers.index_copy_(0, rows, found.reshape(-1, columns))
+
     def rows(self, index: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
         """Where in the table these samples are."""
         table = self.multipliers

@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from taut import compiled
 from taut.accept import Numbers, as_floating, check_h, check_matrix
 from taut.activations import Activation, resolve
 from taut.autograd import check_recorded, is_transformed, recording, transforming, uncompiled
-from taut.compiled import SPARSE
-from taut.losses import Reduction, matched_loss
+from taut.losses import Reduction, matched_loss, reduced
 from taut.maps import as_map
 from taut.memory import LagrangeMemory
 from taut.outcome import FailureWarning
@@ -140,12 +140,9 @@ class Projection(nn.Module):
             check_recorded()
             if self._sparse:  # which a compiler cannot even look at
                 sides = {"lower": lower, "upper": upper, "params": params}
-                return uncompiled(self.solve, SPARSE)(v, b, init, **sides)
-            sides = {"lower": self.lower if lower is None else lower, "h": self.h, "G": self.G}
-            sides |= {"upper": self.upper if upper is None else upper, "params": params}
-            options = {"activation": self.activation, "solver": self.solver, "init": init}
-            b = self.b if b is None else b
-            return project(v, self.A, b, **sides, **options, on_failure=self.on_failure)
+                return uncompiled(self.solve, compiled.SPARSE)(v, b, init, **sides)
+            options = self._options(init, lower, upper, params)
+            return project(v, self.A, self.b if b is None else b, **options)
         if self.h is not None or params:
             sided = lower is not None or upper is not None
             return self._solve_curved(v, b, init, params, sided)
@@ -213,11 +210,32 @@ class Projection(nn.Module):
             if found is not None:
                 return found
         init = None if memory is None or index is None else memory[index]
+        if torch.compiler.is_compiling() and not self._sparse:
+            options = self._options(init, lower, upper, params)
+            found = compiled.loss(v, self.A, self.b if b is None else b, y, options)
+            if found is not None:
+                if memory is not None and index is not None:
+                    memory.overwrite(index, found[1])
+                return reduced(found[0], reduction)
         solution = self.solve(v, b, init, lower=lower, upper=upper, params=params)
         loss = matched_loss(solution, y, reduction)
         if memory is not None and index is not None:
             memory.store(index, solution)
         return loss
+
+    def _options(self, init: Any, lower: Any, upper: Any, params: Any) -> dict[str, Any]:
+        """What `project` is given beside v, A and b."""
+        return {
+            "G": self.G,
+            "lower": self.lower if lower is None else lower,
+            "upper": self.upper if upper is None else upper,
+            "h": self.h,
+            "params": params,
+            "activation": self.activation,
+            "solver": self.solver,
+            "init": init,
+            "on_failure": self.on_failure,
+        }
 
     def _solve_curved(self, v: Tensor, b: Any, init: Any, params: Any, sided: bool) -> Solution:
         if self.h is None:

@@ -20,7 +20,7 @@ class Step(NamedTuple):
     y: Tensor  # N × K
     scale: float  # of the gradient: 1, or 1/N
     table: Tensor | None  # the memory that λ starts from and goes to
-    index: Tensor | None  # N: where in the memory
+    index: Tensor | None  # N: where in the memory; None: the table is the start of each, and stays
 
 
 @final
@@ -55,16 +55,15 @@ def train(backend: Backend, step: Step, rules: Rules) -> Trained | None:
     solve.multipliers, solve.samples, solve.next, solve.unsolved = multipliers.data_ptr(), n, 0, n
     call.y, call.loss, call.dv, call.scale = y.data_ptr(), loss.data_ptr(), dv.data_ptr(), scale
     call.seen, call.stopped, call.unsolved = 0, 0, n
-    if table is None or index is None:
-        solve.start = solve.index = call.table = None
-    else:
-        solve.start = call.table = table.data_ptr()
-        solve.index, call.entries = index.data_ptr(), len(table)
+    solve.start = None if table is None else table.data_ptr()
+    solve.index = call.table = None
+    if table is not None and index is not None:
+        call.table, call.entries, solve.index = solve.start, len(table), index.data_ptr()
     left, total = run("train", call, n * known.work), call.total
     given.calls.append((solve, call))
     if left:
         return None
-    if table is not None:
+    if table is not None and index is not None:
         torch.autograd.graph.increment_version(table)
     return Trained(loss, total, scale, dv, multipliers)
 

@@ -9,6 +9,7 @@ from taut.compiled.graph import (
     SPARSE as SPARSE,
     arguments as arguments,
     call as call,
+    loss as loss,
     matched_loss as matched_loss,
     project as project,
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from taut.activations import Activation, resolve
-from taut.autograd import check_recorded, uncompiled
+from taut.autograd import check_recorded, transforming, uncompiled
 from taut.compiled.ops import DTYPES
 from taut.maps import LinearMap, stacked
 from taut.outcome import Outcome
@@ -28,19 +28,48 @@ def call(
 ) -> Solution:
     """`taut.project`, the `function`, in a graph, or between two where a graph cannot carry it."""
     check_recorded()
-    given, solver, init = options["activation"], options["solver"], options["init"]
-    chosen = resolve("linear" if given is None else given)
-    if isinstance(A, Prepared):
-        chosen = A.activation if given is None else chosen
+    chosen = _chosen(A, options["activation"])
     reason = _refusal(A, chosen, options)
     if reason is not None:
         return uncompiled(function, reason)(v, A, b, **options)
-    if isinstance(init, Solution):
-        init = init.multipliers
-    elif isinstance(init, tuple):
-        init = init[1]
     sides = options["G"], options["lower"], options["upper"]
-    return project(v, A, b, sides, chosen, solver, init, options["on_failure"] == "raise")
+    fail = options["on_failure"] == "raise"
+    return project(v, A, b, sides, chosen, options["solver"], _start(options["init"]), fail)
+
+
+def loss(v: Any, A: Any, b: Any, y: Any, options: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """The matched loss of each sample, and the λ to be kept, by one op.
+
+    None where that takes the three calls: only v gets a gradient here.
+    """
+    check_recorded()
+    init, chosen = options["init"], resolve(options["activation"])
+    sides = options["G"], options["lower"], options["upper"]
+    learned = (x.requires_grad for x in (A, b, y, *sides) if isinstance(x, Tensor))
+    if transforming() or _refusal(A, chosen, options) is not None or any(learned):
+        return None
+    problem, batch = _posed(v, A, b, sides, chosen, init)
+    like = problem.v
+    if not isinstance(y, Tensor) or y.shape != (*batch, like.shape[-1]):
+        return None
+    if init is not None and (init.shape[:-1] != batch or init.dtype is not like.dtype):
+        return None  # in another dtype what is kept would be rounded
+    rules = settings_of(options["solver"], options["on_failure"] == "raise")
+    y = y.to(like.dtype).reshape(like.shape)
+    found = torch.ops.taut.loss(*settings(problem), problem.start, *rules, y)
+    return found[0].reshape(batch), found[2].reshape(*batch, found[2].shape[-1])
+
+
+def _chosen(A: Any, given: Any) -> Activation:
+    if isinstance(A, Prepared) and given is None:
+        return A.activation
+    return resolve("linear" if given is None else given)
+
+
+def _start(init: Any) -> Any:
+    if isinstance(init, Solution):
+        return init.multipliers
+    return init[1] if isinstance(init, tuple) else init
 
 
 def _refusal(A: Any, activation: Activation, options: dict[str, Any]) -> str | None:
@@ -78,6 +107,18 @@ def project(
     fail: bool,
 ) -> Solution:
     """`taut.project` in a graph; `sides` are G, lower and upper."""
+    problem, batch = _posed(v, A, b, sides, activation, init)
+    rules = settings_of(solver, fail)
+    z, multipliers, u, *rest = torch.ops.taut.solve(*settings(problem), problem.start, *rules)
+    residual, iterations, status = rest
+    outcome = Outcome(z, multipliers, u, residual, iterations, status, -1, True)
+    return Solution(problem, outcome, batch)
+
+
+def _posed(
+    v: Any, A: Any, b: Any, sides: tuple[Any, Any, Any], activation: Activation, init: Any
+) -> tuple[Any, torch.Size]:
+    """The samples, flat, and their batch dimensions."""
     G, lower, upper = sides
     if isinstance(A, Prepared):
         A, G = A.A if A.A.shape[-2] or b is not None else None, A.G
@@ -95,25 +136,25 @@ def project(
     start = None if init is None else flat(init.detach())
     known: Any = Traced(activation, held, None if lower is None else equations)
     if lower is None or upper is None:
-        problem: Any = Linear(known, v, C, b, start)
-    else:  # all that an equation gives to its sides goes to the lower one, which is b
-        low, high, bounds = b, b.detach(), (flat(lower), flat(upper))
-        if G is not None:
-            low, high = torch.cat([low, bounds[0]], -1), torch.cat([high, bounds[1]], -1)
-            bounds = ()
-        problem = Inequalities(known, v, C, low, high, bounds, equations, start)
-    rules = (solver.tol, solver.max_iterations, _NAMES[solver.dtype], fail)
-    z, multipliers, u, *rest = torch.ops.taut.solve(*settings(problem), start, *rules)
-    residual, iterations, status = rest
-    outcome = Outcome(z, multipliers, u, residual, iterations, status, -1, True)
-    return Solution(problem, outcome, batch)
+        return Linear(known, v, C, b, start), batch
+    # All that an equation gives to its sides goes to the lower one, which is b.
+    low, high, bounds = b, b.detach(), (flat(lower), flat(upper))
+    if G is not None:
+        low, high = torch.cat([low, bounds[0]], -1), torch.cat([high, bounds[1]], -1)
+        bounds = ()
+    return Inequalities(known, v, C, low, high, bounds, equations, start), batch
+
+
+def settings_of(solver: Newton, fail: bool) -> tuple:
+    """A solver as an op takes it."""
+    return solver.tol, solver.max_iterations, _NAMES[solver.dtype], fail
 
 
 def matched_loss(solution: Solution, y: Tensor) -> Tensor:
     """`taut.matched_loss` of flat samples in a graph."""
     outcome = solution._outcome
     found = outcome.z, outcome.multipliers, outcome.u, outcome.status
-    return torch.ops.taut.matched_loss(*arguments(solution), *found, y)
+    return torch.ops.taut.matched_loss(*arguments(solution), *found, y)[0]
 
 
 def arguments(solution: Solution) -> tuple:

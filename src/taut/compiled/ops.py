@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from taut.autograd import differentiated, lead
+from taut.backends import Step, train
 from taut.compiled.memo import Memo
 from taut.matched import Matched, check_targets, warn_of_failures
 from taut.outcome import failure
@@ -55,7 +56,8 @@ def _solve_backward(*args: Any) -> list[Tensor]:
     return _needed(grads, needs)
 
 
-def _matched_loss(*args: Any) -> Tensor:
+def _matched_loss(*args: Any) -> tuple[Tensor, Tensor]:
+    """Of each sample: its loss, and the derivative of that in v."""
     *own, z, multipliers, u, status, y = args
     problem = _posed(None, *own)
     found, complete = (z, multipliers, u, status), _complete(status, u)
@@ -64,7 +66,8 @@ def _matched_loss(*args: Any) -> Tensor:
         warn_of_failures(status)
     if not complete or bool(loss.sum().isnan()):
         check_targets(y, status, problem.prepared.activation)
-    return loss
+    g, needs = torch.ones_like(loss), [False, True] + [False] * 5
+    return loss, z - y if complete else _matched_loss_backward(*args, g, needs)[0]
 
 
 def _matched_loss_backward(*args: Any) -> list[Tensor]:
@@ -80,6 +83,22 @@ def _matched_loss_backward(*args: Any) -> list[Tensor]:
     )
     grads = Matched.backward(context, g)
     return _needed((grads[3], *grads[8:]), needs)
+
+
+def _loss(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each sample: its loss, the derivative of that in v, and the λ to be kept."""
+    *own, start, tol, max_iterations, dtype, _, y = args
+    text, numbers, _, v, C, b, upper, *_ = own
+    if upper is None:
+        backend = MEMO.prepared(text, numbers, C, None).backend
+        rules = _newton(tol, max_iterations, dtype).rules
+        found = train(backend, Step(v, b, y, 1.0, start, None), rules)
+        if found is not None:
+            return found.loss, found.dv, found.multipliers
+    z, multipliers, u, _, _, status = _solve(*args[:-1])
+    loss, slope = _matched_loss(*own, z, multipliers, u, status, y)
+    usable = multipliers.isfinite().all(-1, keepdim=True) & (status <= 1).unsqueeze(-1)
+    return loss, slope, multipliers if start is None else torch.where(usable, multipliers, start)
 
 
 def _complete(status: Tensor, u: Tensor) -> bool:
@@ -108,13 +127,18 @@ def _shape_of_solve_backward(*args: Any) -> list[Tensor]:
     return [x.new_empty(x.shape) for x, needed in zip(args[3:9], args[-1], strict=True) if needed]
 
 
-def _shape_of_matched_loss(*args: Any) -> Tensor:
-    return args[3].new_empty(args[3].shape[0])
+def _shape_of_matched_loss(*args: Any) -> tuple[Tensor, Tensor]:
+    return args[3].new_empty(args[3].shape[0]), args[3].new_empty(args[3].shape)
 
 
 def _shape_of_matched_loss_backward(*args: Any) -> list[Tensor]:
     pairs = zip((args[13], *args[3:9]), args[-1], strict=True)
     return [x.new_empty(x.shape) for x, needed in pairs if needed]
+
+
+def _shape_of_loss(*args: Any) -> tuple[Tensor, ...]:
+    v, C = args[3:5]
+    return v.new_empty(v.shape[0]), v.new_empty(v.shape), v.new_empty(v.shape[0], C.shape[-2])
 
 
 def _keep(ctx: Any, inputs: tuple, found: tuple, v: Tensor | None) -> None:
@@ -148,16 +172,40 @@ def _backward_of_solve(ctx: Any, *grads: Any) -> tuple:
     return None, None, None, *(next(dx) if needed else None for needed in needs), *(None,) * 5
 
 
-def _setup_matched_loss(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    _keep(ctx, inputs, inputs[9:], inputs[3] if ctx.needs_input_grad[13] else None)
+def _setup_matched_loss(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    needs = ctx.needs_input_grad
+    ctx.only = not any((*needs[4:9], needs[13]))  # z, λ and u get none: the envelope theorem
+    if ctx.only:  # v, whose gradient is here
+        ctx.save_for_backward(output[1])
+    else:
+        _keep(ctx, inputs, inputs[9:], inputs[3] if needs[13] else None)
 
 
-def _backward_of_matched_loss(ctx: Any, g: Tensor) -> tuple:
+def _backward_of_matched_loss(ctx: Any, g: Tensor | None, *_: Any) -> tuple:
+    if g is None:
+        return (None,) * 14
+    if ctx.only:
+        return None, None, None, g.unsqueeze(-1) * ctx.saved_tensors[0], *(None,) * 10
     own, found = _kept(ctx, 1)
     needs = ctx.needs_input_grad[13], *ctx.needs_input_grad[3:9]
     dx = iter(torch.ops.taut.matched_loss_backward(*own, *found, g, needs))
     dy, *others = (next(dx) if needed else None for needed in needs)
     return None, None, None, *others, None, None, None, None, dy
+
+
+def _setup_loss(ctx: Any, inputs: tuple, output: tuple) -> None:
+    if any(needed for i, needed in enumerate(ctx.needs_input_grad) if i != 3):
+        raise RuntimeError("taut::loss has a gradient in v only: take taut::matched_loss.")
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(output[1])
+
+
+def _backward_of_loss(ctx: Any, g: Tensor | None, *_: Any) -> tuple:
+    dv = None if g is None else g.unsqueeze(-1) * ctx.saved_tensors[0]
+    return None, None, None, dv, *(None,) * 11
 
 
 def _joined(info: Any, dims: tuple, args: tuple, spread: bool = False) -> list:
@@ -187,9 +235,13 @@ def _vmap_solve(info: Any, dims: tuple, *args: Any) -> tuple:
     return found, (0,) * len(found)
 
 
+def _vmap_loss(info: Any, dims: tuple, *args: Any) -> tuple:
+    return _apart(info.batch_size, torch.ops.taut.loss(*_joined(info, dims, args))), (0, 0, 0)
+
+
 def _vmap_matched_loss(info: Any, dims: tuple, *args: Any) -> tuple:
-    loss = torch.ops.taut.matched_loss(*_joined(info, dims, args))
-    return _apart(info.batch_size, [loss])[0], 0
+    found = torch.ops.taut.matched_loss(*_joined(info, dims, args))
+    return _apart(info.batch_size, found), (0, 0)
 
 
 def _vmap_backward(name: str, first: int) -> Any:
@@ -213,32 +265,41 @@ LIBRARY = torch.library.Library("taut", "DEF")
 def _define(
     name: str, schema: str, numbers: Any, shape: Any, setup: Any, backward: Any, batches: Any
 ) -> None:
+    """Two ops: one with derivatives, and one of the numbers alone, which is left in a graph.
+
+    What derivatives need of Python is then done while a graph is made, and not in each call.
+    """
+
     def plainly(*args: Any) -> Any:
         """Without a graph and without autocast, whatever is around."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return plainly(*args)
         device = args[3].device.type
-        with torch.no_grad():
-            if not torch.is_autocast_enabled(device):
-                return numbers(*args)
-            with torch.autocast(device, enabled=False):
-                return numbers(*args)
+        if not torch.is_autocast_enabled(device):
+            return numbers(*args)
+        with torch.autocast(device, enabled=False):
+            return numbers(*args)
 
-    LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, plainly, "CompositeExplicitAutograd")
-    LIBRARY.impl(name, differentiated(getattr(torch.ops.taut, name), setup, backward), "Autograd")
-    torch.library.register_fake(f"taut::{name}", shape, lib=LIBRARY)
-    torch.library.register_vmap(f"taut::{name}", batches, lib=LIBRARY)
+    for own in (name, f"{name}_numbers"):
+        LIBRARY.define(own + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        LIBRARY.impl(own, plainly, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"taut::{own}", shape, lib=LIBRARY)
+        torch.library.register_vmap(f"taut::{own}", batches, lib=LIBRARY)
+    op = getattr(torch.ops.taut, f"{name}_numbers").default  # a packet takes longer to call
+    LIBRARY.impl(name, differentiated(op, setup, backward), "Autograd")
 
 
 _PROBLEM = (
     "(str activation, Tensor? numbers, int equations, Tensor v, Tensor C, Tensor lower, "
     "Tensor? upper, Tensor? floor, Tensor? ceiling, "
 )
+_RULES = "Tensor? start, float? tol, int max_iterations, str dtype, bool fail"
 _FOUND = "Tensor multipliers, Tensor u, Tensor status, "
 _define(
     "solve",
-    f"{_PROBLEM}Tensor? start, float? tol, int max_iterations, str dtype, bool fail)"
-    " -> (Tensor z, Tensor multipliers, Tensor u, Tensor residual, Tensor iterations, "
-    "Tensor status)",
+    f"{_PROBLEM}{_RULES}) -> (Tensor z, Tensor multipliers, Tensor u, Tensor residual, "
+    "Tensor iterations, Tensor status)",
     _solve,
     _shape_of_solve,
     _setup_solve,
@@ -256,7 +317,7 @@ _define(
 )
 _define(
     "matched_loss",
-    f"{_PROBLEM}Tensor z, {_FOUND}Tensor y) -> Tensor",
+    f"{_PROBLEM}Tensor z, {_FOUND}Tensor y) -> (Tensor loss, Tensor slope)",
     _matched_loss,
     _shape_of_matched_loss,
     _setup_matched_loss,
@@ -271,4 +332,13 @@ _define(
     None,
     None,
     _vmap_backward("matched_loss_backward", 1),
+)
+_define(
+    "loss",
+    f"{_PROBLEM}{_RULES}, Tensor y) -> (Tensor loss, Tensor slope, Tensor kept)",
+    _loss,
+    _shape_of_loss,
+    _setup_loss,
+    _backward_of_loss,
+    _vmap_loss,
 )
