@@ -1,6 +1,6 @@
 /* The file that record.py writes: named arrays, in sections. A section begins with a text called
- * "problem", its title, before the fields of a plan and of the rules; or "call": solve, backward,
- * loss, within or pull. */
+ * "problem", its title, before the fields of a plan and of the rules; or "call": solve, train,
+ * backward, loss, within or pull. */
 #ifndef TAUT_ARRAYS_H
 #define TAUT_ARRAYS_H
 

@@ -28,6 +28,7 @@ static void complain(Report *report, const Job *job, const char *what, int64_t s
         fprintf(stderr, "%s, %s of %s: %s, sample %lld\n", job->variant->name,
                 job->kind == 's'   ? "solve"
                 : job->kind == 'b' ? "backward"
+                : job->kind == 't' ? "train"
                 : job->kind == 'w' ? "within"
                 : job->kind == 'p' ? "pull"
                                    : "loss",

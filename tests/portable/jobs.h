@@ -12,11 +12,12 @@
     void taut_solve_##variant(Solve *);       \
     void taut_backward_##variant(Backward *); \
     void taut_loss_##variant(Loss *);         \
+    void taut_train_##variant(Train *);       \
     void taut_within_##variant(Within *);     \
     void taut_pull_##variant(Pull *);
 #define VARIANT(variant)                                                                 \
     { #variant, taut_solve_##variant, taut_backward_##variant, taut_loss_##variant,      \
-      taut_within_##variant, taut_pull_##variant }
+      taut_train_##variant, taut_within_##variant, taut_pull_##variant }
 int64_t taut_newest(void);
 DECLARE(v2)
 
@@ -25,6 +26,7 @@ typedef struct {
     void (*solve)(Solve *);
     void (*backward)(Backward *);
     void (*loss)(Loss *);
+    void (*train)(Train *);
     void (*within)(Within *);
     void (*pull)(Pull *);
 } Variant;
@@ -51,11 +53,13 @@ typedef struct {
         Solve solve;
         Backward backward;
         Loss loss;
+        Train train;
         Within within;
         Pull pull;
     } call;
+    Solve step; /* what the call of a training step names */
     int64_t samples, unsolved, single;
-    int8_t *solved; /* what the answers say; NULL for the loss, which is always found */
+    int8_t *solved; /* what the answers say; NULL for loss and training, which are always found */
     int count;
     Found found[6];
 } Job;
@@ -143,6 +147,24 @@ static Pull make_pull(Job *job, const Section *s, const Problem *problem) {
     };
 }
 
+static void make_train(Job *job, const Section *s, const Problem *problem) {
+    int64_t size = job->single ? 4 : 8, K = problem->plan.given, I = problem->plan.constraints;
+    void *table = find(s, "begun_table") ? begins(job, s, "table", I, size) : NULL;
+    job->step = (Solve){
+        .plan = &problem->plan, .rules = &problem->rules, .v = data(s, "v"), .b = data(s, "b"),
+        .start = table, .index = data(s, "index"),
+        .multipliers = wants(job, "multipliers", I, size), .samples = job->samples,
+        .single = job->single, .b_stride = integer(s, "b_stride"), .limit = integer(s, "limit"),
+        .unsolved = job->samples, .target = real(s, "target"), .cap = real(s, "cap"),
+        .share = real(s, "share"), .slack = real(s, "slack"), .huge = real(s, "huge"),
+    };
+    job->call.train = (Train){
+        .y = data(s, "y"), .loss = wants(job, "loss", 1, size), .dv = wants(job, "dv", K, size),
+        .scale = real(s, "scale"), .table = table, .entries = job->samples,
+        .unsolved = job->samples,
+    };
+}
+
 static Job make_job(const Section *s, const Problem *problem, const Variant *variant) {
     const Plan *plan = &problem->plan;
     const Rules *rules = &problem->rules;
@@ -173,6 +195,8 @@ static Job make_job(const Section *s, const Problem *problem, const Variant *var
         job.call.within = make_within(&job, s, problem);
     else if (job.kind == 'p')
         job.call.pull = make_pull(&job, s, problem);
+    else if (job.kind == 't')
+        make_train(&job, s, problem);
     else
         job.call.loss = (Loss){
             .plan = plan, .v = data(s, "v"), .b = data(s, "b"), .y = data(s, "y"),
@@ -180,7 +204,7 @@ static Job make_job(const Section *s, const Problem *problem, const Variant *var
             .loss = wants(&job, "loss", 1, size), .samples = n, .single = single,
             .b_stride = integer(s, "b_stride"), .unsolved = n,
         };
-    if (job.kind != 'l') job.solved = room(n);
+    if (job.kind != 'l' && job.kind != 't') job.solved = room(n);
     return job;
 }
 
@@ -189,6 +213,7 @@ static void *work(void *given) {
     if (job->kind == 's') job->variant->solve(&job->call.solve);
     if (job->kind == 'b') job->variant->backward(&job->call.backward);
     if (job->kind == 'l') job->variant->loss(&job->call.loss);
+    if (job->kind == 't') job->variant->train(&job->call.train);
     if (job->kind == 'w') job->variant->within(&job->call.within);
     if (job->kind == 'p') job->variant->pull(&job->call.pull);
     return NULL;
@@ -208,12 +233,14 @@ static int is_solved(const Job *job, int64_t sample) {
 /* The threads share the call, as those of cpu.py do: each takes the next samples. */
 static void run(Job *job, int threads) {
     pthread_t others[64];
+    if (job->kind == 't') job->call.train.solve = &job->step;
     for (int t = 1; t < threads; t++)
         if (pthread_create(&others[t], NULL, work, job)) stop("no threads", "");
     work(job);
     for (int t = 1; t < threads; t++) pthread_join(others[t], NULL);
     job->unsolved = job->kind == 's'   ? job->call.solve.unsolved
                     : job->kind == 'b' ? job->call.backward.unsolved
+                    : job->kind == 't' ? job->call.train.unsolved
                     : job->kind == 'w' ? job->call.within.unsolved
                     : job->kind == 'p' ? job->call.pull.unsolved
                                        : job->call.loss.unsolved;

@@ -72,6 +72,7 @@ MATRICES = {
     "tile": lambda: torch.randn(4, 8),
     "positive": lambda: torch.rand(5, 16),
     "dense": lambda: torch.randn(9, 30),
+    "gradients": lambda: torch.randn(18, 42),
     "redundant": _redundant,
     "margins": lambda: _margins(8, 6),
     "hierarchy": _hierarchy,
@@ -172,7 +173,9 @@ class Recorder:
         start = None
         if regime.start is not None:
             start = (regime.start * torch.randn(b.shape)).to(self.dtype)
-        found, solved = self.solve(v, b, start, regime.limit)
+        found, solved, bounds = self.solve(v, b, start, regime.limit)
+        if solved.all():
+            self.train(v, b, y, start, found, bounds)
         u, multipliers = (found[name].where(solved[:, None], 0) for name in ("u", "multipliers"))
         self.backward(u, torch.zeros(SAMPLES, dtype=torch.long))
         v, b = v.where(solved[:, None], 0), b.where(solved[:, None], 0)
@@ -180,13 +183,12 @@ class Recorder:
 
     def solve(
         self, v: Tensor, b: Tensor, start: Tensor | None, limit: int
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """What was found, and which samples are solved."""
+    ) -> tuple[dict[str, Tensor], Tensor, dict[str, Tensor]]:
+        """What was found, which samples are solved, and how far off others may be."""
         I, K = self.A.shape
         target, share = RULES.target(self.dtype), RULES.share(self.dtype)
         given = {"v": v, "b": b, "start": start, "index": None, "b_stride": I, "limit": limit}
-        given |= {"target": target, "share": share, "huge": torch.finfo(self.dtype).max}
-        given |= {"cap": RULES.cap(self.dtype), "slack": slack(torch.finfo(self.dtype).eps)}
+        given |= self.settings()
         found = {"multipliers": self.empty(I), "u": self.empty(K), "z": self.empty(K)}
         found |= {"residual": self.empty(), "iterations": torch.full((SAMPLES,), -1)}
         found["status"] = torch.full((SAMPLES,), -1)
@@ -198,7 +200,51 @@ class Recorder:
         bounds = rounding.of_solve(self.scene, *answer, target=target, share=share)
         self.write.arrays(solved=solved)
         self.within({name: _spread(x, solved) for name, x in bounds.items()})
-        return found, solved
+        return found, solved, bounds
+
+    def settings(self) -> dict[str, float]:
+        """What every solve is told of its dtype."""
+        kind = torch.finfo(self.dtype)
+        rules = {name: getattr(RULES, name)(self.dtype) for name in ("target", "share", "cap")}
+        return rules | {"huge": kind.max, "slack": slack(kind.eps)}
+
+    def train(
+        self, v: Tensor, b: Tensor, y: Tensor, start: Tensor | None,
+        found: dict[str, Tensor], bounds: dict[str, Tensor],
+    ) -> None:  # fmt: skip
+        """The same samples in one step, from a memory in another order where there is a start."""
+        I, K = self.A.shape
+        index = None if start is None else torch.randperm(SAMPLES)
+        order = torch.arange(SAMPLES) if index is None else index.argsort()
+        table = None if start is None else start[order].contiguous()
+        begun = None if table is None else table.clone()
+        plan, rules = map(ctypes.addressof, self.structures)
+        given = {"v": v, "b": b, "index": index, "b_stride": I, "limit": 30, "samples": SAMPLES}
+        given |= self.settings() | {"single": int(self.dtype == torch.float32)}
+        none = dict.fromkeys(("u", "z", "residual", "iterations", "status"))
+        multipliers, loss, dv, scale = self.empty(I), self.empty(), self.empty(K), 1 / SAMPLES
+        more = {"plan": plan, "rules": rules, "multipliers": multipliers, "start": table}
+        solve = _structure("solve", **given, **none, **more, next=0, unsolved=SAMPLES)
+        more = {"y": y, "loss": loss, "dv": dv, "scale": scale, "table": table}
+        state = {"seen": 0, "stopped": 0, "unsolved": SAMPLES, "total": 0.0}
+        call = _structure("train", solve=ctypes.addressof(solve), **more, entries=SAMPLES, **state)
+        cpu._functions["train"][0](ctypes.byref(call))
+        assert call.unsolved == 0, "a sample that solve solves"
+        self.write.section("call", "train")
+        self.write.arrays(**given, y=y, scale=scale, begun_table=begun)
+        self.write.arrays(multipliers=multipliers, loss=loss, dv=dv, table=table)
+        answer = (x.double() for x in (v, b, y, found["u"], multipliers, loss))
+        apart = 2 * bounds["residual"] * bounds["multipliers"].sum(-1)
+        within = {
+            "multipliers": bounds["multipliers"],
+            "loss": apart + rounding.of_loss(self.scene, *answer)["loss"],
+            "dv": scale * bounds["z"]
+            + self.scene.rounded(scale * y.double())
+            + self.scene.rounded(dv),
+        }
+        if table is not None:
+            within["table"] = bounds["multipliers"][order]
+        self.within(within)
 
     def backward(self, u: Tensor, status: Tensor) -> None:
         I, K = self.A.shape

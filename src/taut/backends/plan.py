@@ -111,7 +111,8 @@ def _single(
     i, j = torch.tril_indices(tiled, tiled, device="cpu").unbind()
     rows = pad(a, (0, 0, 0, tiled - n))
     pairs = pad((rows[i] * rows[j]).mT, (0, -entries % _SPAN)).unflatten(-1, (-1, _SPAN))
-    found = {"lines": a, "columns": a.mT, "inverse_single": flat[:n, :n]}
+    flat = flat[:n, :n]
+    found = {"lines": a, "columns": a.mT, "inverse_single": flat, "straight": flat @ a}
     found = {name: pad(x, (0, -x.shape[-1] % _SPAN)) for name, x in found.items()}
     found |= {"pairs": pairs.movedim(-2, 0), "shares": _SHARE * a.abs().sum(-1)}
     return {name: x.to(torch.float32) for name, x in found.items()}

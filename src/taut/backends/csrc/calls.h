@@ -44,6 +44,7 @@
     FIELD(const float *, columns)   /* A by output: given × rows */                              \
     FIELD(const float *, pairs)     /* a_ik·a_jk, for 8 pairs i ≥ j at a time: given × 8 */      \
     FIELD(const float *, inverse_single) /* `flat`: worked × rows */                             \
+    FIELD(const float *, straight)  /* `flat` times A: worked × outputs */                       \
     FIELD(const float *, shares)    /* the part of Σ|a| that counts in the size of a residual */ \
     FIELD(const int8_t *, kind)                                                                  \
     FIELD(const int8_t *, plain)    /* without shift, scale and temperature */                   \

@@ -8,8 +8,9 @@
 #include "single.h"
 
 #define FEW 16          /* with fewer equations a factor costs less than it saves */
-#define SPREAD 0.5f     /* K Σw²/(Σw)² − 1 up to which slopes are even */
+#define SPREAD 0.3f     /* K Σw²/(Σw)² − 1 up to which slopes are even */
 #define LONGEST 3.0f    /* u moves no further in a step */
+#define TOGETHER 4      /* steps until samples, if they want it, have another factor: all at once */
 #define FACTORS 8.0f    /* of a sample, at most */
 #define CUTS 6          /* of a step that is too long */
 #define STEPS 12        /* in float64 */
@@ -23,24 +24,8 @@ typedef struct {
     flags own, factorised;  /* the preconditioner that a lane uses; is there a factor? */
     flags begin;            /* with the next step a new sequence of directions begins */
     singles rate, count;    /* gain of the last step; iterations */
-    singles along;          /* rᵀy of the step before */
+    singles along, down;    /* of the step before: rᵀy; −rᵀp */
 } Way;
-
-INLINE singles dot_single(const Plan *p, const singles *x, const singles *y) {
-    singles sum = every(0.0f);
-    for (int64_t i = 0; i < p->worked; i++) sum += x[i] * y[i];
-    return sum;
-}
-
-/* K Σw²/(Σw)² − 1 */
-INLINE singles unevenness(const Plan *p, const singles *w) {
-    singles sum = every(0.0f), squares = sum;
-    for (int64_t k = 0; k < p->given; k++) {
-        sum += w[k];
-        squares += w[k] * w[k];
-    }
-    return (float)p->given * squares / (sum * sum) - 1.0f;
-}
 
 /* The factor at the slopes now, for the lanes of `which`; the others keep theirs, to the bit. Returns
  * where there is none. */
@@ -54,62 +39,100 @@ PART flags refactorise(const Plan *p, Group *x, Way *way, flags which) {
     return which & ~fine;
 }
 
-/* The next direction p of the lanes of `act`, d = Aᵀp, and how far to go along it: u moves by `longest`
- * at most. Other lanes keep their place in the sequence. */
-PART singles direction(const Plan *p, Group *x, Way *way, flags act, float longest) {
-    const int64_t n = p->worked, I = spans(n);
-    if (some(way->own)) {
-        memcpy(x->y, x->r, n * sizeof *x->y);
+/* y, by which the next direction differs from the last, and yᵀr with r of now and of before. For lanes with
+ * a factor of their own, y = (A diag(at) Aᵀ)⁻¹r. For the others it is r itself, which stands for (A Aᵀ)⁻¹r:
+ * all they need is t = Aᵀ(A Aᵀ)⁻¹r, as tᵀt′ = rᵀ(A Aᵀ)⁻¹r′. */
+PART void precondition(const Plan *p, Group *x, const Way *way, singles *now, singles *before) {
+    const int64_t n = p->worked, K = p->given;
+    const int own = some(way->own);
+    *now = *before = every(0.0f);
+    memcpy(x->y, x->r, n * sizeof *x->y);
+    if (own) {
         solve_single(p, x, x->y);
+        *now = dot_single(n, x->r, x->y);
+        *before = dot_single(n, x->before, x->y);
     }
-    for (int64_t i = 0; i < n && some(~way->own); i += SPAN) {
-        singles sum[SPAN];
-        product(p->inverse_single + i, I, x->r, n, sum);
-        for (int64_t j = i; j < i + SPAN && j < n; j++)
-            x->y[j] = some(way->own) ? pick(way->own, x->y[j], sum[j - i]) : sum[j - i];
-    }
-    singles along = dot_single(p, x->r, x->y), change = along - dot_single(p, x->before, x->y);
-    singles beta = change / way->along; /* Polak and Ribière */
+    if (!some(~way->own)) return;
+    products(p->straight, K, x->r, n, x->t);
+    for (int64_t i = 0; own && i < n; i++) x->y[i] = pick(way->own, x->y[i], x->r[i]);
+    *now = pick(way->own, *now, dot_single(K, x->t, x->t));
+    *before = pick(way->own, *before, dot_single(K, x->last, x->t));
+}
+
+/* The next direction p of the lanes of `act`, d = Aᵀp, or Aᵀ(A Aᵀ)⁻¹p where p stands for that; and how far
+ * to go along it: u moves by `longest` at most. Other lanes keep their place in the sequence. */
+PART singles direction(const Plan *p, Group *x, Way *way, flags act, float longest) {
+    const int64_t n = p->worked, K = p->given;
+    const int own = some(way->own), even = some(~way->own);
+    singles now, before, down = every(0.0f);
+    precondition(p, x, way, &now, &before);
+    singles beta = (now - before) / way->along; /* Polak and Ribière */
     beta = pick(~way->begin & (beta > 0.0f), beta, every(0.0f));
     for (int64_t i = 0; i < n; i++) x->p[i] = pick(act, beta * x->p[i] - x->y[i], x->p[i]);
-    flags up = act & ~(dot_single(p, x->r, x->p) < 0.0f);
-    for (int64_t i = 0; i < n; i++) {
-        x->p[i] = pick(up, -x->y[i], x->p[i]);
-        x->before[i] = pick(act, x->r[i], x->before[i]);
+    if (own) down = -dot_single(n, x->r, x->p);
+    if (even) {
+        for (int64_t k = 0; k < K; k++) {
+            x->d[k] = pick(act, beta * x->d[k] - x->t[k], x->d[k]);
+            x->last[k] = pick(act, x->t[k], x->last[k]);
+        }
+        down = pick(way->own, down, -dot_single(K, x->t, x->d));
     }
-    way->along = pick(act, along, way->along);
+    flags up = act & ~(down > 0.0f);
+    for (int64_t i = 0; some(up) && i < n; i++) x->p[i] = pick(up, -x->y[i], x->p[i]);
+    for (int64_t k = 0; some(up) && even && k < K; k++) x->d[k] = pick(up, -x->t[k], x->d[k]);
+    down = pick(up, now, down);
+    for (int64_t i = 0; own && i < n; i++) x->before[i] = pick(act, x->r[i], x->before[i]);
+    if (own) adjoint_single(p, x->p, even ? x->t : x->d);
+    for (int64_t k = 0; own && even && k < K; k++) x->d[k] = pick(way->own, x->t[k], x->d[k]);
+    way->along = pick(act, now, way->along);
+    way->down = down;
     way->begin &= ~act;
-    adjoint_single(p, x->p, x->d);
-    singles curve = every(0.0f), far = curve;
-    for (int64_t k = 0; k < p->given; k++) {
-        curve += x->w[k] * x->d[k] * x->d[k];
-        far = most_of(size_of(x->d[k]), far);
-    }
-    singles by = -dot_single(p, x->r, x->p) / curve;
+    singles far = farthest(K, x->d), by = down / curve_along(K, x->w, x->d);
     return pick(by * far <= longest, by, longest / far);
+}
+
+/* The multipliers of the lanes of `which` catch up with the steps. */
+PART void catch_up(const Plan *p, Group *x, const Way *way, flags which) {
+    const int64_t n = p->worked;
+    memcpy(x->y, x->gone, n * sizeof *x->y);
+    if (some(which & ~way->own)) products(p->inverse_single, n, x->gone, n, x->y);
+    for (int64_t i = 0; i < n; i++) {
+        singles moved = x->multipliers[i] + pick(way->own, x->gone[i], x->y[i]);
+        x->multipliers[i] = pick(which, moved, x->multipliers[i]);
+        x->gone[i] = pick(which, every(0.0f), x->gone[i]);
+    }
 }
 
 INLINE void go(const Plan *p, Group *x, singles by, flags which) {
     for (int64_t i = 0; i < p->worked; i++)
-        x->multipliers[i] = pick(which, x->multipliers[i] + by * x->p[i], x->multipliers[i]);
+        x->gone[i] = pick(which, x->gone[i] + by * x->p[i], x->gone[i]);
     for (int64_t k = 0; k < p->given; k++) x->u[k] = pick(which, x->u[k] + by * x->d[k], x->u[k]);
     TIMED(PRODUCTS, evaluate_single(p, x));
+}
+
+/* rᵀp; where p stands for another, from what zᵀd was when the step began */
+INLINE singles along(const Plan *p, const Group *x, const Way *way, singles from) {
+    singles left = some(way->own) ? dot_single(p->worked, x->r, x->p) : from;
+    if (!some(~way->own)) return left;
+    return pick(way->own, left, dot_single(p->given, x->z, x->d) - from - way->down);
 }
 
 /* One step of the lanes of `act`; returns where it is no use. */
 INLINE flags take_step(const Plan *p, Group *x, Way *way, flags act) {
     singles by;
     TIMED(FACTORISATION, by = direction(p, x, way, act, LONGEST));
-    const singles first = -dot_single(p, x->r, x->p);
+    const singles first = way->down, from = some(~way->own) ? dot_single(p->given, x->z, x->d) : by;
     go(p, x, by, act);
-    flags longer = act & ~(dot_single(p, x->r, x->p) <= 0.5f * first);
+    singles left = along(p, x, way, from);
+    flags longer = act & ~(left <= 0.5f * first);
     for (int cut = 0; cut < CUTS && some(longer); cut++) {
-        singles h = dot_single(p, x->r, x->p), part = first / (first + h);
+        singles part = first / (first + left);
         part = pick((part > 0.1f) & (part < 0.5f), part, pick(part >= 0.5f, every(0.5f), every(0.1f)));
         go(p, x, by * part - by, longer);
         by = pick(longer, by * part, by);
         way->begin |= longer;
-        longer &= ~(dot_single(p, x->r, x->p) <= 0.5f * first);
+        left = along(p, x, way, from);
+        longer &= ~(left <= 0.5f * first);
     }
     return longer | (act & ~(x->relative < INFINITY));
 }
@@ -132,8 +155,8 @@ PART void approach(const Plan *p, const Solve *s, Group *x, flags open, Way *way
     const int steps = patience(p), cheap = steps < 3;
     const float bad = loose ? 0.7f : 0.2f; /* a rate at which the next factor is not put off */
     const float enough = !loose ? 3e-6f : s->target > 2e-5 ? 0.5f * (float)s->target : 1e-5f;
-    memset(x->p, 0, p->worked * sizeof *x->p);
-    memset(x->before, 0, p->worked * sizeof *x->before);
+    for (int64_t i = 0; i < p->worked; i++) x->p[i] = x->before[i] = x->gone[i] = every(0.0f);
+    for (int64_t k = 0; k < p->given; k++) x->d[k] = x->last[k] = every(0.0f);
     adjoint_single(p, x->multipliers, x->u);
     for (int64_t k = 0; k < p->given; k++) x->u[k] += x->v[k];
     evaluate_single(p, x);
@@ -145,6 +168,7 @@ PART void approach(const Plan *p, const Solve *s, Group *x, flags open, Way *way
     way->count = way->along = none;
     singles best = x->relative, since = none, factors = none;
     flags fresh = way->own;
+    int step = 0;
     for (flags act = open & ~way->near; some(act); act = open & ~way->near) {
         fresh &= act;
         if (some(fresh)) {
@@ -171,10 +195,13 @@ PART void approach(const Plan *p, const Solve *s, Group *x, flags open, Way *way
         best = pick(third, x->relative, best);
         since = pick(third, none, since);
         fresh = cheap ? poor | (third & ~gained) : (third & ~gained) | (poor & (way->rate > bad));
+        if (++step % TOGETHER && !cheap) fresh = (flags){0};
+        if (some(fresh & ~way->own)) catch_up(p, x, way, fresh & ~way->own);
         way->own |= fresh;
         open &= ~(fresh & (factors >= FACTORS)) & ~(way->count >= (float)s->limit);
     }
     way->near &= open;
+    catch_up(p, x, way, way->near);
 }
 
 /* λ where float32 has left it; the start itself where it has not moved */
@@ -228,21 +255,19 @@ PART void evaluate_again(const Plan *p, Work *x) {
     TIMED(PRODUCTS, compare_again(p, x));
 }
 
-/* One step of the lanes of `act` in float32, added to float64; returns the largest move of u */
+/* One step of the lanes of `act` in float32, added to float64: by how much z moves is in t. Returns the
+ * largest move of u. */
 PART singles add_step(const Plan *p, Group *g, Work *const *x, int halves, Way *way, flags act) {
     singles by, far = every(0.0f);
     TIMED(FACTORISATION, by = direction(p, g, way, act, LONGEST));
     const mask on[2] = {widened_flags(act, 0), widened_flags(act, 1)};
     for (int64_t i = 0; i < p->worked; i++)
-        for (int h = 0; h < halves; h++) {
-            lanes moved = x[h]->multipliers[i] + widened(by * g->p[i], h);
-            x[h]->multipliers[i] = choose(on[h], moved, x[h]->multipliers[i]);
-        }
+        g->gone[i] = pick(act, g->gone[i] + by * g->p[i], g->gone[i]);
     for (int64_t k = 0; k < p->given; k++) {
         singles du = by * g->d[k], curve = curvature(p, k, g->z[k]);
         singles dz = g->w[k] * du * (1.0f + 0.5f * curve * du);
         far = most_of(size_of(du), far);
-        g->d[k] = dz;
+        g->t[k] = dz;
         g->z[k] = pick(act, g->z[k] + dz, g->z[k]);
         g->w[k] = pick(act, g->w[k] * (1.0f + curve * du), g->w[k]);
         for (int h = 0; h < halves; h++) {
@@ -253,20 +278,26 @@ PART singles add_step(const Plan *p, Group *g, Work *const *x, int halves, Way *
     return far;
 }
 
-/* A z − b after z has moved by d, where `on` */
-INLINE void add_residual(const Plan *p, const Group *g, Work *const *x, int halves, const mask *on) {
-    for (int h = 0; h < halves; h++) x[h]->relative = all(0.0);
-    for (int64_t i = 0; i < p->worked; i += SPAN) {
-        singles moved[SPAN];
-        product(p->columns + i, spans(p->worked), g->d, p->given, moved);
-        for (int64_t j = i; j < i + SPAN && j < p->worked; j++)
-            for (int h = 0; h < halves; h++) {
-                lanes sum = x[h]->residual[j] + widened(moved[j - i], h);
-                x[h]->residual[j] = choose(on[h], sum, x[h]->residual[j]);
-                lanes part = absolute(x[h]->residual[j]) * x[h]->trial[j];
-                x[h]->relative = larger(x[h]->relative, part);
-            }
-    }
+/* A z − b after z has moved by t, where `on` */
+INLINE void add_residual(const Plan *p, Group *g, Work *const *x, int halves, const mask *on) {
+    products(p->columns, p->worked, g->t, p->given, g->y);
+    lanes largest[2][2] = {{all(0.0), all(0.0)}, {all(0.0), all(0.0)}};
+    for (int64_t i = 0; i < p->worked; i++)
+        for (int h = 0; h < halves; h++) {
+            lanes sum = x[h]->residual[i] + widened(g->y[i], h);
+            x[h]->residual[i] = choose(on[h], sum, x[h]->residual[i]);
+            lanes part = absolute(x[h]->residual[i]) * x[h]->trial[i];
+            largest[h][i % 2] = larger(largest[h][i % 2], part);
+        }
+    for (int h = 0; h < halves; h++) x[h]->relative = larger(largest[h][0], largest[h][1]);
+}
+
+/* What the steps have moved the multipliers by, onto those of float64 */
+INLINE void add_gone(const Plan *p, Group *g, Work *const *x, int halves, const Way *way) {
+    for (int64_t i = 0; i < p->worked; i++) g->multipliers[i] = every(0.0f);
+    catch_up(p, g, way, way->near);
+    for (int64_t i = 0; i < p->worked; i++)
+        for (int h = 0; h < halves; h++) x[h]->multipliers[i] += widened(g->multipliers[i], h);
 }
 
 /* To the rounding of float32: steps in float32 that are added to float64. Where every row takes part. */
@@ -305,6 +336,7 @@ PART void end_loosely(const Plan *p, const Solve *s, Group *g, Work *const *x, i
         }
         act = narrowed_flags(on[0], on[other]);
     }
+    add_gone(p, g, x, halves, way);
 }
 
 /* To the rounding of float64: chords with a factor of float32. Returns which are solved. */

@@ -63,7 +63,7 @@ PART void write_outputs_of(const Plan *p, const lanes *from, void *x, int64_t fi
     const int64_t whole = p->given / LANES * LANES;
     for (int64_t k = 0; k < whole; k += LANES) {
         lanes block[LANES];
-        memcpy(block, from + k, sizeof block);
+        for (int l = 0; l < LANES; l++) block[l] = from[k + l];
         transpose(block);
         for (int l = 0; l < LANES && first + l < samples; l++)
             if (which[l]) store(x, (first + l) * p->given + k, single, block[l]);

@@ -7,6 +7,17 @@
 
 #define SAMPLES (2 * LANES) /* of a group: two blocks of lanes */
 #define SPAN 8              /* so many sums at a time: enough for the latency of a product */
+#define LAST 12             /* as many as the registers hold: where no more are left */
+
+#if defined(__clang__) || __GNUC__ >= 12
+#if LANES == 8
+#define SIDE_BY_SIDE 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
+#elif LANES == 4
+#define SIDE_BY_SIDE 0, 1, 2, 3, 4, 5, 6, 7
+#else
+#define SIDE_BY_SIDE 0, 1, 2, 3
+#endif
+#endif
 
 typedef float singles __attribute__((vector_size(8 * LANES)));
 typedef int32_t flags __attribute__((vector_size(8 * LANES))); /* −1 is true */
@@ -25,9 +36,14 @@ typedef union {
     floats half[2];
 } Halves;
 
+/* Where there is a shuffle for it: through memory, the whole would wait until both halves are there. */
 INLINE singles narrowed(lanes one, lanes two) {
-    Halves x = {.half = {__builtin_convertvector(one, floats), __builtin_convertvector(two, floats)}};
-    return x.whole;
+    floats x = __builtin_convertvector(one, floats), y = __builtin_convertvector(two, floats);
+#ifdef SIDE_BY_SIDE
+    return __builtin_shufflevector(x, y, SIDE_BY_SIDE);
+#else
+    return (Halves){.half = {x, y}}.whole;
+#endif
 }
 INLINE lanes widened(singles x, int half) {
     Halves found = {x};
@@ -102,42 +118,98 @@ INLINE singles curvature(const Plan *p, int64_t k, singles z) {
     return (p->kind[k] == SIGMOID ? 1.0f - 2.0f * z : -2.0f * z) * inverse;
 }
 
-/* to[0 … SPAN) = Σ_j m[j·stride + t]·x[j] */
-INLINE void product(const float *m, int64_t stride, const singles *x, int64_t count, singles *to) {
-    singles sum[SPAN];
-#pragma GCC unroll 8
-    for (int t = 0; t < SPAN; t++) sum[t] = every(0.0f);
+INLINE int64_t spans(int64_t n) { return (n + SPAN - 1) / SPAN * SPAN; }
+
+/* to[0 … size) = Σ_j m[j·stride + t]·x[j], `size` a constant */
+INLINE void product(const float *m, int64_t stride, const singles *x, int64_t count, singles *to,
+                    const int size) {
+    singles sum[LAST];
+#pragma GCC unroll 12
+    for (int t = 0; t < size; t++) sum[t] = every(0.0f);
     for (int64_t j = 0; j < count; j++) {
         const singles one = x[j];
-#pragma GCC unroll 8
-        for (int t = 0; t < SPAN; t++) sum[t] += m[j * stride + t] * one;
+#pragma GCC unroll 12
+        for (int t = 0; t < size; t++) sum[t] += m[j * stride + t] * one;
     }
-#pragma GCC unroll 8
-    for (int t = 0; t < SPAN; t++) to[t] = sum[t];
+#pragma GCC unroll 12
+    for (int t = 0; t < size; t++) to[t] = sum[t];
+}
+
+/* to[0 … n) = mᵀx; `to` is filled up to a multiple of SPAN */
+INLINE void products(const float *m, int64_t n, const singles *x, int64_t count, singles *to) {
+    const int64_t stride = spans(n);
+    int64_t i = 0;
+    for (; n - i > LAST || (i < n && n - i <= SPAN); i += SPAN) product(m + i, stride, x, count, to + i, SPAN);
+    if (i < n) product(m + i, stride, x, count, to + i, LAST);
+}
+
+/* Four sums, or every addition would wait for the one before */
+INLINE singles dot_single(int64_t n, const singles *x, const singles *y) {
+    singles sum[4] = {every(0.0f), every(0.0f), every(0.0f), every(0.0f)};
+    int64_t i = 0;
+    for (; i + 3 < n; i += 4)
+#pragma GCC unroll 4
+        for (int t = 0; t < 4; t++) sum[t] += x[i + t] * y[i + t];
+    for (; i < n; i++) sum[0] += x[i] * y[i];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+/* Σ w d² */
+INLINE singles curve_along(int64_t n, const singles *w, const singles *d) {
+    singles sum[4] = {every(0.0f), every(0.0f), every(0.0f), every(0.0f)};
+    int64_t k = 0;
+    for (; k + 3 < n; k += 4)
+#pragma GCC unroll 4
+        for (int t = 0; t < 4; t++) sum[t] += w[k + t] * d[k + t] * d[k + t];
+    for (; k < n; k++) sum[0] += w[k] * d[k] * d[k];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
+}
+
+/* max|d| */
+INLINE singles farthest(int64_t n, const singles *d) {
+    singles most[4] = {every(0.0f), every(0.0f), every(0.0f), every(0.0f)};
+    int64_t k = 0;
+    for (; k + 3 < n; k += 4)
+#pragma GCC unroll 4
+        for (int t = 0; t < 4; t++) most[t] = most_of(size_of(d[k + t]), most[t]);
+    for (; k < n; k++) most[0] = most_of(size_of(d[k]), most[0]);
+    return most_of(most_of(most[0], most[1]), most_of(most[2], most[3]));
+}
+
+/* K Σw²/(Σw)² − 1 */
+INLINE singles unevenness(const Plan *p, const singles *w) {
+    singles sum = every(0.0f), squares = sum;
+    for (int64_t k = 0; k < p->given; k++) {
+        sum += w[k];
+        squares += w[k] * w[k];
+    }
+    return (float)p->given * squares / (sum * sum) - 1.0f;
 }
 
 /* A group: all there is to know of it in float32. Arrays are filled up to a multiple of SPAN. */
 typedef struct {
-    singles *v, *u, *z, *w, *d;                   /* outputs; d = Aᵀp */
-    singles *at;                                  /* the slopes that the factor is of */
+    singles *v, *u, *z, *w;                        /* outputs */
+    singles *d, *t, *last;                         /* of steps: see mixed.h */
+    singles *at;                                   /* the slopes that the factor is of */
     singles *multipliers, *b, *r, *p, *y, *before; /* rows; `before` is r of the step before */
+    singles *gone;                                 /* Σ of what the multipliers are to move along p */
     singles *gram, *diagonal;
     singles relative;
 } Group;
 
-INLINE int64_t spans(int64_t n) { return (n + SPAN - 1) / SPAN * SPAN; }
 INLINE int64_t tiled(int64_t n) { return (n + 2) / 3 * 3; }
 
 static void *make_group(const Plan *p, Group *x) {
     const int64_t K = spans(p->given), I = spans(p->worked), n = tiled(p->worked);
-    singles **parts[] = {&x->v, &x->u, &x->z, &x->w, &x->d, &x->at, &x->multipliers,
-                         &x->b, &x->r, &x->p, &x->y, &x->before, &x->gram, &x->diagonal};
-    int64_t sizes[] = {K, K, K, K, K, K, I, I, I, I, I, I, spans(triangle(n)), n}, total = 0;
-    for (int i = 0; i < 14; i++) total += sizes[i] + GAP;
+    singles **parts[] = {&x->v, &x->u, &x->z,      &x->w,    &x->d,    &x->t,
+                         &x->last, &x->at, &x->multipliers, &x->b, &x->r, &x->p,
+                         &x->y, &x->before, &x->gone, &x->gram, &x->diagonal};
+    int64_t sizes[] = {K, K, K, K, K, K, K, K, I, I, I, I, I, I, I, spans(triangle(n)), n}, total = 0;
+    for (int i = 0; i < 17; i++) total += sizes[i] + GAP;
     char *memory = malloc((total + 1) * sizeof(singles));
     if (!memory) return NULL;
     singles *at = (singles *)(((uintptr_t)memory + sizeof *at - 1) / sizeof *at * sizeof *at);
-    for (int i = 0; i < 14; i++, at += GAP) {
+    for (int i = 0; i < 17; i++, at += GAP) {
         *parts[i] = at;
         at += sizes[i];
         GUARD(at);
@@ -147,7 +219,6 @@ static void *make_group(const Plan *p, Group *x) {
 
 /* z, w, A z − b and its size, at u */
 PART void evaluate_single(const Plan *p, Group *x) {
-    const int64_t I = spans(p->worked);
     singles most = every(0.0f), relative = most;
     for (int64_t k = 0; k < p->given; k++) {
         Narrow out = activate_output_single(p, k, x->u[k]);
@@ -155,22 +226,19 @@ PART void evaluate_single(const Plan *p, Group *x) {
         x->w[k] = out.slope;
         most = most_of(size_of(out.z), most);
     }
-    for (int64_t i = 0; i < p->worked; i += SPAN) {
-        product(p->columns + i, I, x->z, p->given, x->r + i);
-        for (int64_t j = i; j < i + SPAN && j < p->worked; j++) {
-            x->r[j] -= x->b[j];
-            singles scale = size_of(x->b[j]) + p->shares[j] * most;
-            relative = most_of(size_of(x->r[j]) / scale, relative);
-            relative = pick(x->r[j] == x->r[j], relative, every(INFINITY));
-        }
+    products(p->columns, p->worked, x->z, p->given, x->r);
+    for (int64_t i = 0; i < p->worked; i++) {
+        x->r[i] -= x->b[i];
+        singles scale = size_of(x->b[i]) + p->shares[i] * most;
+        relative = most_of(size_of(x->r[i]) / scale, relative);
+        relative = pick(x->r[i] == x->r[i], relative, every(INFINITY));
     }
     x->relative = relative;
 }
 
 /* Aᵀx */
 INLINE void adjoint_single(const Plan *p, const singles *x, singles *to) {
-    for (int64_t k = 0; k < p->given; k += SPAN)
-        product(p->lines + k, spans(p->given), x, p->worked, to + k);
+    products(p->lines, p->given, x, p->worked, to);
 }
 
 /* A diag(at) Aᵀ as one product with the a_ik·a_jk, and its factor as in factor.h, 3×3 sums at a time.
@@ -179,7 +247,7 @@ PART flags factorise_single(const Plan *p, Group *x) {
     const int64_t n = tiled(p->worked);
     singles *gram = x->gram, *diagonal = x->diagonal;
     for (int64_t e = 0; e < triangle(n); e += SPAN)
-        product(p->pairs + e * p->given, SPAN, x->at, p->given, gram + e);
+        product(p->pairs + e * p->given, SPAN, x->at, p->given, gram + e, SPAN);
     for (int64_t i = p->worked; i < n; i++) gram[triangle(i) + i] = every(1.0f);
     for (int64_t i = 0; i < n; i++) diagonal[i] = gram[triangle(i) + i];
     flags fine = gram[0] == gram[0];
