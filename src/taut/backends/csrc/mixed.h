@@ -153,6 +153,7 @@ INLINE singles expected(singles relative, singles rate, int steps) {
 PART void approach(const Plan *p, const Solve *s, Group *x, flags open, Way *way) {
     const int loose = s->target > COARSE, few = p->worked < FEW || !loose;
     const int steps = patience(p), cheap = steps < 3;
+    const float interval = cheap ? 3.0f : TOGETHER, part = cheap ? 0.2f : 0.12f;
     const float bad = loose ? 0.7f : 0.2f; /* a rate at which the next factor is not put off */
     const float enough = !loose ? 3e-6f : s->target > 2e-5 ? 0.5f * (float)s->target : 1e-5f;
     for (int64_t i = 0; i < p->worked; i++) x->p[i] = x->before[i] = x->gone[i] = every(0.0f);
@@ -191,10 +192,10 @@ PART void approach(const Plan *p, const Solve *s, Group *x, flags open, Way *way
         way->near |= still | (act & (x->relative <= enough));
         act &= ~way->near;
         flags poor = act & way->own & ~(expected(x->relative, way->rate, steps) <= enough);
-        flags third = act & (since >= 3.0f), gained = x->relative <= 0.2f * best;
-        best = pick(third, x->relative, best);
-        since = pick(third, none, since);
-        fresh = cheap ? poor | (third & ~gained) : (third & ~gained) | (poor & (way->rate > bad));
+        flags due = act & (since >= interval), gained = x->relative <= part * best;
+        best = pick(due, x->relative, best);
+        since = pick(due, none, since);
+        fresh = (due & ~gained) | (cheap ? poor : poor & (way->rate > bad));
         if (++step % TOGETHER && !cheap) fresh = (flags){0};
         if (some(fresh & ~way->own)) catch_up(p, x, way, fresh & ~way->own);
         way->own |= fresh;
