@@ -1,11 +1,14 @@
 """lower ≤ G z ≤ upper and bounds on z: optimality, closed forms, symmetries, shapes."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from sklearn.isotonic import isotonic_regression
 from torch.testing import assert_close
 
+import taut
 from tables import STRUCTURES, K, apply, few_activations, problem
 from taut import Status, project
 from taut.activations import ACTIVATIONS, sigmoid, weighted
@@ -376,3 +379,21 @@ def test_bounds_beyond_the_range_are_none():
     rows = project(v, G=torch.eye(K), lower=-1.0, upper=1.0, activation="sigmoid")
     assert_close(rows.z, sigmoid.sigma(v), rtol=1e-15, atol=0)  # the kernel has an exp of its own
     assert not rows.active.any()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["one A", "one for each sample"])
+@paper_s
+def test_equations_that_are_nearly_dependent_beside_inequalities(name, own):
+    """M A z = M b says the same as A z = b, also with an M whose condition is 1e7."""
+    given = draw(name, n=12, I=3, size=10.0)
+    A, b, sides = given.A, given.b, {k: given.constraints[k] for k in ("G", "lower", "upper")}
+    right = project(given.v, A, b, **sides, activation=name)
+    M = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0 + 1e-7, 0.0], [1.0, 0.0, 1.0]])
+    A, b = M @ A, b @ M.mT
+    A = A.expand(12, *A.shape[-2:]).clone() if own else A
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", taut.ConditionWarning)
+        found = project(given.v, A, b, **sides, activation=name)
+    size = b.abs() + apply(A.abs(), found.z.abs())
+    assert ((apply(A, found.z) - b).abs() <= 1e-12 * size).all()
+    assert_close(found.z, right.z, rtol=1e-6, atol=1e-7)

@@ -325,3 +325,34 @@ def test_the_radius_of_a_float32_proof_knows_the_ends_in_float64():
     assert found.status == Status.INFEASIBLE
     assert found.radius == torch.inf
     assert is_certificate(found.multipliers, A, b, activation, **sides)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_proof_goes_as_far_as_its_radius_says(dtype):
+    """z₁ ≥ 1 and z₁ + ε z₂ ≤ −1 for ε down to a radius that the dtype does not have."""
+    steps = 10 ** -torch.linspace(9, 39, 16)
+    for ε in steps.to(dtype):
+        G = torch.stack([torch.tensor([1, 0], dtype=dtype), torch.stack([torch.ones_like(ε), ε])])
+        sides = {"lower": G.new_tensor([1, -torch.inf]), "upper": G.new_tensor([torch.inf, -1])}
+        found = project(G.new_zeros(2), G=G, **sides, on_failure="return")
+        assert found.status == Status.INFEASIBLE
+        assert found.radius.isfinite()
+        assert found.radius * ε.double() > 1.99 or found.radius == torch.finfo(dtype).max
+        assert is_certificate(
+            found.multipliers, None, None, "linear", G=G, **sides, radius=found.radius.item()
+        )
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["one G", "one for each sample"])
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_sides_below_the_smallest_normal_number_are_kept_by_the_rule(own, outputs):
+    """Below it an output counts as that number, and not as a larger one."""
+    v = torch.linspace(-640, -744, 27).unsqueeze(-1)
+    G, upper = torch.ones(1, outputs), outputs / 2 * v.exp()
+    G = G.expand(27, 1, outputs).clone() if own else G
+    v = v.expand(-1, outputs)
+    found = project(v, G=G, upper=upper, activation="exp", on_failure="return")
+    size = upper + found.z.clamp_min(torch.finfo(v.dtype).tiny).sum(-1, keepdim=True)
+    kept = found.z.sum(-1, keepdim=True) - upper <= 1e-12 * size
+    assert (kept.squeeze(-1) | ~found.converged).all()
+    assert found.converged[:7].all()

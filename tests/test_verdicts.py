@@ -234,6 +234,37 @@ def test_no_sample_is_wrong_in_silence_in_more_blocks(label, kind):
     assert _run(label, 20, kind).rows > 300
 
 
+@pytest.mark.parametrize(
+    ("seed", "number", "samples"),
+    [
+        (5, 19, [12]),  # equations with a condition of 1e5, multipliers of 1e7
+        (8, 92, [23, 50, 118, 226]),  # of 1e6
+        (7, 12, [221]),  # the rounding of u is more than the rule allows
+        (40, 54, [195]),  # and where ν is much larger than v
+        (40, 157, [3, 86, 141]),  # outputs in kilograms and in tons
+        (8, 36, [4]),  # a row of 1 beside one of 1e13
+        (40, 27, [70]),  # sides that are a unit in the last place apart
+    ],
+)
+def test_samples_at_the_rounding_of_u_converge(seed, number, samples):
+    block = make_within(seed, number, 256)
+    # Twice, since a sample alone has its G shared.
+    found = block.project(block.take(np.array(samples + samples)))
+    assert found.converged.all()
+
+
+def test_a_saturated_output_stays_at_its_end_of_the_range():
+    """Where its slope is 1e-48 at both ends, u must not go to the other one alone."""
+    block = make_within(53, 33, 1024)
+    found = block.project(block.take(np.array([36, 36])))
+    assert_close(block.law.activation.sigma(found.u), found.z, rtol=1e-12, atol=0)
+
+
+def test_a_start_at_which_the_outputs_overflow_is_given_up():
+    block = make_within(8, 108, 256)
+    assert block.project(block.one(123)).status != Status.NONFINITE
+
+
 def test_a_block_is_the_same_every_time():
     one, two = make_block(3, 11, 16), make_block(3, 11, 16)
     for name in ("v", "A", "b", "target"):

@@ -99,6 +99,7 @@ class Law:
     shift: Array
     scale: Array
     temperature: Array
+    ends: tuple[Array, Array]  # the range of each coordinate
 
     def _each(self, u: Array, function: str) -> Array:
         x = u / self.temperature
@@ -117,16 +118,6 @@ class Law:
             return self.scale / self.temperature * self._each(u, "slope")
 
     @property
-    def ends(self) -> tuple[Array, Array]:
-        """The range of each coordinate."""
-        lower, upper = np.empty_like(self.shift), np.empty_like(self.shift)
-        for index, base in self.groups:
-            lower[index], upper[index] = base.lower, base.upper
-        with np.errstate(invalid="ignore"):
-            ends = np.stack([self.shift + self.scale * lower, self.shift + self.scale * upper])
-        return ends.min(0), ends.max(0)  # a negative scale turns them round
-
-    @property
     def size(self) -> Array:
         """Of the numbers that are added up in σ: what its rounding is measured by, besides z."""
         return np.abs(self.shift) + np.abs(self.scale)
@@ -142,13 +133,21 @@ class Law:
 
 @dataclass
 class _Row:
-    """A row under construction: the taut object and its three numbers (or vectors)."""
+    """A row under construction: the taut object, its three numbers (or vectors), and its ends.
+
+    Not shift + scale·(ends of σ): d·upper is another number than d·lower + d·(upper − lower).
+    """
 
     activation: taut.Activation
     base: Base
+    lower: Array | float
+    upper: Array | float
     shift: Array | float = 0.0
     scale: Array | float = 1.0
     temperature: Array | float = 1.0
+
+
+_NUMBERS = ("shift", "scale", "temperature", "lower", "upper")
 
 
 def draw_law(rng: Rng, label: str, K: int, dtype: type) -> Law:
@@ -160,24 +159,24 @@ def draw_law(rng: Rng, label: str, K: int, dtype: type) -> Law:
         groups = tuple(
             (np.flatnonzero(members == m), pool[m].base) for m in range(len(pool)) if m in members
         )
-        numbers = (
-            np.array([getattr(row, name) for row in rows], np.float64)
-            for name in ("shift", "scale", "temperature")
+        *numbers, lower, upper = (
+            np.array([getattr(row, name) for row in rows], np.float64) for name in _NUMBERS
         )
-        return Law(label, activations.mixed([r.activation for r in rows]), groups, *numbers)
+        activation = activations.mixed([r.activation for r in rows])
+        return Law(label, activation, groups, *numbers, (lower, upper))
     row = _draw(rng, label, K, dtype)
-    numbers = (
-        np.broadcast_to(np.asarray(x, np.float64), (K,)).copy()
-        for x in (row.shift, row.scale, row.temperature)
+    *numbers, lower, upper = (
+        np.broadcast_to(np.asarray(getattr(row, name), np.float64), (K,)).copy()
+        for name in _NUMBERS
     )
-    return Law(label, row.activation, ((np.arange(K), row.base),), *numbers)
+    return Law(label, row.activation, ((np.arange(K), row.base),), *numbers, (lower, upper))
 
 
 def law_of(label: str, K: int) -> Law:
     """An activation of the paper's table, as it stands there."""
-    one = np.ones(K)
-    row = activations.ACTIVATIONS[label]
-    return Law(label, row, ((np.arange(K), _BASES[label]),), 0 * one, one, one)
+    one, base = np.ones(K), _BASES[label]
+    row, ends = activations.ACTIVATIONS[label], (base.lower * one, base.upper * one)
+    return Law(label, row, ((np.arange(K), base),), 0 * one, one, one, ends)
 
 
 def _any_label(rng: Rng) -> str:
@@ -199,22 +198,25 @@ def _draw(rng: Rng, label: str, K: int, dtype: type) -> _Row:
         lower = float(lower)
         upper = np.asarray(lower + number(-1.5, 2)).astype(dtype).astype(np.float64)[()]
         row = activations.bounded(lower, _tensor(upper))
-        return _Row(row, _BASES["sigmoid"], lower, upper - lower)
+        return _Row(row, _BASES["sigmoid"], lower, upper, lower, upper - lower)
     if label in ("weighted", "tempered"):
         inner = _draw(rng, _any_label(rng), K, dtype)
         if label == "weighted":
             d = number(-2, 2)
             row = activations.weighted(inner.activation, _tensor(d))
-            return _Row(row, inner.base, d * inner.shift, d * inner.scale, inner.temperature)
+            numbers = (inner.lower, inner.upper, inner.shift, inner.scale)
+            return _Row(row, inner.base, *(d * x for x in numbers), inner.temperature)
         tau = number(-1, 1)
         row = activations.tempered(inner.activation, _tensor(tau))
-        return _Row(row, inner.base, inner.shift, inner.scale, tau * inner.temperature)
+        numbers = (inner.lower, inner.upper, inner.shift, inner.scale)
+        return _Row(row, inner.base, *numbers, tau * inner.temperature)
     if label == "srlu" and rng.random() < 0.7:
         a, b = (float(np.asarray(x).astype(dtype)) for x in 10.0 ** rng.uniform(-1.5, 1, size=2))
         b = 0.0 if rng.random() < 0.3 else b
-        return _Row(activations.srlu(a, b), _srlu(a, b))
+        return _Row(activations.srlu(a, b), _srlu(a, b), -math.inf, math.inf)
     row = activations.ACTIVATIONS[label]
-    return _Row(row, _BASES.get(label) or _torch_base(row))
+    base = _BASES.get(label) or _torch_base(row)
+    return _Row(row, base, base.lower, base.upper)
 
 
 def _draw_end(rng: Rng, dtype: type) -> _Row:
@@ -222,10 +224,11 @@ def _draw_end(rng: Rng, dtype: type) -> _Row:
     end = float(np.asarray(rng.normal() * 10.0 ** rng.uniform(-1, 2)).astype(dtype))
     kind = rng.integers(3)
     if kind == 0:
-        return _Row(activations.bounded(end, math.inf), _BASES["exp"], end)
+        return _Row(activations.bounded(end, math.inf), _BASES["exp"], end, math.inf, end)
     if kind == 1:
-        return _Row(activations.bounded(-math.inf, end), _BASES["exp"], end, -1.0, -1.0)
-    return _Row(activations.bounded(end, end), _BASES["sigmoid"], end, 0.0)
+        row = activations.bounded(-math.inf, end)
+        return _Row(row, _BASES["exp"], -math.inf, end, end, -1.0, -1.0)
+    return _Row(activations.bounded(end, end), _BASES["sigmoid"], end, end, end, 0.0)
 
 
 def _tensor(x: Array | float) -> torch.Tensor | float:

@@ -53,14 +53,11 @@ def _check_damage(block: Within, answer: Answer) -> dict[str, Mask]:
 
 
 def _overflows(block: Within) -> Mask:
-    """Does σ(v), a row of it, or a product of two outputs or rows leave the dtype?"""
+    """Do σ(v), within its bounds, or |C| of it leave the dtype, but for a margin?"""
     top = 1e-3 * float(np.finfo(block.dtype).max)
-    start = np.abs(block.law.sigma(block.v.astype(np.float64)))
-    least, most = (np.where(np.isfinite(x), np.abs(x), np.inf) for x in block.ends)
-    start = np.minimum(start, np.maximum(least, most))
-    C = np.abs(block.C.astype(np.float64))
-    image = dot(np.maximum(C, C * C if block.dtype is np.float64 else C), np.minimum(start, top))
-    return (start > top**0.5).any(1) | (image > top).any(1)
+    start = np.abs(np.clip(block.law.sigma(block.v.astype(np.float64)), *block.ends))
+    image = dot(np.abs(block.C.astype(np.float64)), np.minimum(start, top))
+    return (start > top).any(1) | (image > top).any(1)
 
 
 def _sizes(block: Within, answer: Answer) -> Array:
@@ -81,11 +78,8 @@ def _check_sides(block: Within, answer: Answer) -> dict[str, Mask]:
         beyond = beyond | (answer.z < block.lower) | (answer.z > block.upper)
     ν = answer.multipliers
     equal = lower == upper
-    # A multiplier other than 0 where v is large: as much as the rounding of u lets it be seen.
-    slope = block.law.slope(np.where(np.isfinite(answer.u), answer.u, 0).astype(np.float64))
-    fair = size + dot(np.abs(block.C.astype(np.float64)), slope * np.abs(block.v))
-    off = (ν > 0) & (np.abs(r - lower) > tol * (np.abs(lower) + fair))
-    off |= (ν < 0) & ~equal & (np.abs(r - upper) > tol * (np.abs(upper) + fair))
+    off = (ν > 0) & (np.abs(r - lower) > tol * (np.abs(lower) + size))
+    off |= (ν < 0) & ~equal & (np.abs(r - upper) > tol * (np.abs(upper) + size))
     none = ((ν > 0) & (lower == -np.inf)) | ((ν < 0) & (upper == np.inf))
     true = np.maximum(np.maximum(lower - r, r - upper), 0).max(1, initial=0)
     if block.G is None:
@@ -140,25 +134,15 @@ def _check_proofs(block: Within, answer: Answer, solution: taut.Solution) -> dic
     """Every certificate is proven once more, by `is_certificate`, as far as it is said to reach."""
     fails = np.zeros(len(block), bool)
     where = np.flatnonzero(answer.are(Status.INFEASIBLE))
-    radius = solution.radius.double().numpy()
-    given = block.tensors()
-    for row in where:
-        own = {
-            k: None if x is None else (x if k in ("A", "G") and x.ndim == 2 else x[row])
-            for k, x in given.items()
-        }
+    if len(where):
+        radius, own = solution.radius[where], block.take(where)
+        multipliers = torch.from_numpy(answer.multipliers[where])
+        given = multipliers, own["A"], own["b"], block.law.activation
         sides = {k: own[k] for k in ("G", "lower", "upper")}
-        least = (
-            min(radius[row] * (1 - 1e-6), np.finfo(np.float64).max)
-            if radius[row] < np.inf
-            else np.inf
-        )
-        proven = taut.is_certificate(
-            torch.from_numpy(answer.multipliers[row]),
-            own["A"], own["b"], block.law.activation, **sides, radius=least,
-        )  # fmt: skip
+        # The sums of another batch may be rounded otherwise.
+        proven = taut.is_certificate(*given, **sides, radius=radius.double() * (1 - 1e-12))
         least = _FAR if block.dtype is np.float64 else 1.0  # rounded to float32 it goes less far
-        fails[row] = not (bool(proven) and radius[row] >= least)
+        fails[where] = ~(proven & (radius >= least)).numpy()
     return {"INFEASIBLE: the multipliers are a certificate": fails}
 
 
@@ -234,7 +218,7 @@ def exact_proof(block: Within, multipliers: Array, row: int, radius: float) -> b
             gain -= y * Fraction(end)
     if gain <= 0 or slope == 0:
         return gain > 0
-    return np.isfinite(radius) and gain >= slope * Fraction(float(radius) * (1 - 1e-6))
+    return np.isfinite(radius) and gain >= slope * Fraction(float(radius))
 
 
 def linear_program(block: Within, row: int) -> str:

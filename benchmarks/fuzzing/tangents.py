@@ -20,9 +20,10 @@ from taut import Status
 Array = NDArray[np.floating]
 
 _LARGEST = 500  # (I + M)·K up to which a sample is looked at
-_EACH, _SHARED = 6, 4  # samples of a block
+_EACH, _SHARED = 16, 8  # samples of a block
 _SLOPES = {np.float64: (1e-280, 1e-90), np.float32: (1e-280, 1e-10)}
 _RANGE = {np.float64: (1e-250, 1e250), np.float32: (1e-30, 1e30)}
+_SQUARED = 1e-150  # of second derivatives: below, squares of what they are made of underflow
 
 
 def check_tangents(block: Within) -> tuple[list[tuple[int, str]], Counter[str]]:
@@ -201,6 +202,7 @@ class _Found:
         made["∂b"] = np.concatenate(sides)[on][:, None] if sides else np.zeros((0, 1))
         matrices = [parts[k][row].double().numpy() for k in ("A", "G") if k in parts]
         made["∂A"] = np.concatenate(matrices)[on] if matrices else np.full_like(true.A, np.nan)
+        low = max(low, _SQUARED) if name and block.dtype is np.float64 else low
         gaps = distance(true, Gradients(made["∂v"], made["∂b"], made["∂A"]))
         most = allowed(effect, block.eps)
         wrong = []

@@ -38,7 +38,8 @@ STRUCTURES = {
 }
 _WITHOUT = ("extreme", "balances")  # of the kinds of A
 _WORK = 1.5e6  # a measure of the work in a block
-MOST = 256  # samples of a block
+MOST = 1024  # samples of a block
+_APART = 1e3  # singular values of rows that are far from dependent
 
 
 @dataclass(frozen=True)
@@ -84,19 +85,23 @@ class Within:
 
     @property
     def promised(self) -> Mask:
-        """Samples that must be decided, and rightly: calm ones with a solution inside."""
+        """Samples that must converge: calm ones, rows far from dependent, a solution inside."""
         limits = {"exp": 60, "sigmoid": 60, "tanh": 60, "srlu": 100, "linear": 1e6}
-        if self.dtype is np.float32 or self.law.label not in limits or self.kind == "bounds":
+        if self.dtype is np.float32 or self.law.label not in limits:
             return np.zeros(len(self), bool)
         calm = np.abs(self.v).max(1) <= limits[self.law.label]
         tame = self.start != 3
-        return self.finite & calm & tame & (self.target == 0) & (self.scaling == "dense")
+        return self.finite & calm & tame & (self.target == 0) & (self._spread <= _APART)
 
     @property
-    def scaling(self) -> str:
-        sizes = np.abs(self.C.astype(np.float64)).max(2, initial=0)
-        sizes = sizes[sizes > 0]
-        return "dense" if not len(sizes) or sizes.max() < 100 * sizes.min() else "scaled"
+    def _spread(self) -> Array:
+        """How far the singular values of unit rows are apart, without those that are 0."""
+        C = self.C.astype(np.float64)
+        norms = np.linalg.norm(C, axis=2, keepdims=True)
+        values = np.linalg.svd(C / np.where(norms > 0, norms, 1), compute_uv=False)
+        most = values.max(1, initial=0, keepdims=True)
+        least = np.where(values > 1e-9 * most, values, np.inf).min(1, initial=np.inf)
+        return np.where(least < np.inf, most[:, 0] / least, 1)
 
     @property
     def C(self) -> Array:

@@ -58,12 +58,12 @@ def is_certificate(
     G: Float[Tensor, "*G_batch M K"] | None = None,
     lower: Float[Tensor, "..."] | float | None = None,
     upper: Float[Tensor, "..."] | float | None = None,
-    radius: float = torch.inf,
+    radius: float | Float[Tensor, "*#batch"] = torch.inf,
 ) -> Bool[Tensor, "*batch"]:
     """Do λ, and ν of G, prove that no z in the range of the activation satisfies the constraints?
 
     They are A z = b and lower ≤ G z ≤ upper, or, without G, lower ≤ z ≤ upper. With a finite
-    `radius` it is asked only that no z with |z| ≤ radius does.
+    `radius`, one for all or one for each sample, it is asked only that no z with |z| ≤ radius does.
     Rounding is on the safe side: True is a proof for the numbers given, in exact arithmetic.
     False says only that this λ proves nothing.
 
@@ -78,7 +78,8 @@ def is_certificate(
         raise ValueError("a certificate is one of constraints: it needs A, G or bounds.")
     if A is not None and b is None:
         raise ValueError("A without b: pass the b of A z = b.")
-    if G is None and lower is None and upper is None and radius == torch.inf:
+    full = not isinstance(radius, Tensor) and radius == torch.inf
+    if G is None and lower is None and upper is None and full:
         assert A is not None and b is not None  # noqa: S101
         _check_lengths(multipliers, A, b, A.shape[-2])
         return proves(multipliers, as_map(A), b, activation)

@@ -94,7 +94,7 @@ class Solution:
             ν = self._outcome.multipliers.detach().double()
             C = C.over(C.data.detach().double())
             found = reach_of_proof(ν, C, lower, upper, least, most)
-            found = found.where(infeasible & (found > 0), torch.nan).to(self.z.dtype)
+            found = _rounded_down(found.where(infeasible & (found > 0), torch.nan), self.z.dtype)
         return found.reshape(self.status.shape)
 
     @property
@@ -147,3 +147,9 @@ def check_unwritten(solution: Solution) -> None:
             f"{changed} was changed in place after the solve, so the loss of this solution cannot "
             "be computed any more. Compute the loss first, or write to a copy."
         )
+
+
+def _rounded_down(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in `dtype`, where a proof that goes as far as x goes."""
+    near = x.to(dtype)
+    return torch.where(near > x, near.nextafter(torch.zeros_like(near)), near)

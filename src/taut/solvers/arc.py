@@ -11,6 +11,8 @@ from taut.outcome import Status
 from taut.solvers.sides import EPS, TINY, Levels, Point, Sides, masked
 from taut.systems import Factor, solve_lifted
 
+_STALLED = 3  # iterations without progress after which a sample may have stopped
+
 
 @final
 class Found(NamedTuple):
@@ -44,8 +46,8 @@ def newton(
     point method does not mind. The `last` one damps its steps instead.
     """
     n, device = len(sides.v), sides.v.device
-    ν = torch.zeros_like(sides.lower) if start is None else _signed(sides, start)
-    point = sides.point(ν)
+    point = _begun(sides, start)
+    ν = point.multipliers
     place = torch.arange(n, device=device)
     found = Found(Point(*(x.clone() for x in point)), place * 0 - 1, place * 0, ν.new_ones(n))
     progress = _Progress(place, ν.new_full((n,), torch.inf), place * 0, place * 0)
@@ -58,11 +60,15 @@ def newton(
         best = torch.minimum(progress.best, levels.plain)
         progress = progress._replace(best=best, stalls=stalls)
         done = _converged(levels, stalls, rules)
+        stopped = ~done & (levels.rough <= 4 * EPS) & (stalls >= _STALLED)
+        if bool(stopped.any()):
+            point, stopped = _settled(sides, point, stopped, rules)
+            done = done | stopped
         closed = done | (iteration == budget)
         if not last:
             closed = closed | (progress.broken > 1)
         if bool(closed.any()):
-            _close(found, sides, point, progress.place, closed, done, levels, iteration)
+            _close(found, sides, point, progress.place, closed, done, levels, iteration, rules)
             left = (~closed).nonzero().squeeze(-1)
             sides, point, progress = sides.take(left), point.take(left), progress.take(left)
             s, levels = s[left], Levels(*(x[left] for x in levels))
@@ -73,15 +79,22 @@ def newton(
         s = s.masked_fill(~active, 0)
         damping = 1e-4 * levels.plain.clamp(max=1.0) if last else torch.zeros_like(levels.plain)
         step, broken = _direction(sides, point.w, s, active, damping, levels.plain, rules)
+        step = step.where(step.isfinite().all(-1, keepdim=True), 0)
         progress = progress._replace(broken=progress.broken + broken)
         point = _search(sides, point, step, s, orthant, rules)
     return found
 
 
-def _signed(sides: Sides, start: Tensor) -> Tensor:
-    """A start without signs that the sides do not allow."""
+def _begun(sides: Sides, start: Tensor | None) -> Point:
+    """At a start without signs that the sides do not allow; at 0 where C z overflows there."""
+    if start is None:
+        return sides.point(torch.zeros_like(sides.lower))
     none = (sides.lower == -torch.inf) & (start > 0) | (sides.upper == torch.inf) & (start < 0)
-    return start.masked_fill(none, 0)
+    point = sides.point(start.masked_fill(none, 0))
+    finite = point.finite()
+    if bool(finite.all()):
+        return point
+    return sides.point(point.multipliers.where(finite.unsqueeze(-1), 0))
 
 
 def _converged(levels: Levels, stalls: Tensor, rules: Rules) -> Bool[Tensor, "n"]:
@@ -89,6 +102,19 @@ def _converged(levels: Levels, stalls: Tensor, rules: Rules) -> Bool[Tensor, "n"
     return (levels.plain <= max(rules.tol or 0.0, 8 * EPS)) | (
         (levels.fair <= rules.fair) & stopped
     )
+
+
+def _settled(
+    sides: Sides, point: Point, which: Bool[Tensor, "n"], rules: Rules
+) -> tuple[Point, Bool[Tensor, "n"]]:
+    """What is left is the rounding of u: where z without it keeps the rule, that is the answer."""
+    index = which.nonzero().squeeze(-1)
+    part = sides.take(index)
+    better = part.refined(point.take(index), rules.rough)
+    kept = part.keeps(better.z, 0.5 * rules.fair, multipliers=better.multipliers)
+    index, better = index[kept], better.take(kept.nonzero().squeeze(-1))
+    point = Point(*(x.index_copy(0, index, y) for x, y in zip(point, better, strict=True)))
+    return point, torch.zeros_like(which).index_fill(0, index, True)
 
 
 def _close(
@@ -100,13 +126,14 @@ def _close(
     done: Tensor,
     levels: Levels,
     iteration: int,
+    rules: Rules,
 ) -> None:
     """Write what became of the closed samples."""
     index = closed.nonzero().squeeze(-1)
     at, part = place[index], point.take(index)
     rough = (done & (levels.plain > 4 * EPS))[index].nonzero().squeeze(-1)
     if len(rough):
-        better = sides.take(index[rough]).refined(part.take(rough))
+        better = sides.take(index[rough]).refined(part.take(rough), rules.rough)
         part = Point(*(x.index_copy(0, rough, y) for x, y in zip(part, better, strict=True)))
     found.point.write(at, part)
     found.status.index_copy_(0, at, done[index].long() - 1)  # CONVERGED is 0
@@ -194,7 +221,11 @@ def _search(
             todo, sides, trial = todo[index], sides.take(index), _taken(trial, index)
             start, step, s, orthant = (x[index] for x in (start, step, s, orthant))
             side, active = side[index], active[index]
-    return new
+    finite = new.finite()  # else no length was short enough
+    if bool(finite.all()):
+        return new
+    pairs = zip(new, point, strict=True)
+    return Point(*(torch.where(finite.unsqueeze(-1), x, y) for x, y in pairs))
 
 
 def _judged(

@@ -15,6 +15,7 @@ from taut.solvers.around import held_outputs
 from taut.solvers.chain import Chained, chain, proven
 from taut.solvers.sides import EPS, Sides
 from taut.solvers.split import Split
+from taut.solvers.turned import Turned
 from taut.systems import wide
 
 Equations = Callable[[Linear], Outcome]
@@ -153,7 +154,7 @@ def _solved(problem: Inequalities, held: _Ends, start: Tensor | None, rules: Rul
     if len(index):
         part, own = problem.take(index), sides.take(index)
         begin = None if start is None else _near(own, start[index].to(own.v.dtype))
-        solved = _chained(own, problem.equations, begin, rules, problem.v.dtype)
+        solved = _decided(part, own, begin, rules)
         outcome = outcome.write(index, _outcome(part, own, held.take(index), solved, rules))
     return outcome
 
@@ -175,6 +176,47 @@ def _near(sides: Sides, start: Tensor) -> Tensor:
     y = sides.C.abs().adjoint(start.nan_to_num().abs()).amax(-1)
     near = start.isfinite().all(-1) & (y <= 1e3 * (1 + sides.v.abs().amax(-1)))
     return start.nan_to_num().where(near.unsqueeze(-1), 0)
+
+
+def _decided(problem: Inequalities, sides: Sides, start: Tensor | None, rules: Rules) -> Chained:
+    """The chain, in the basis of the equations where they are nearly dependent.
+
+    What that does not decide for the rows as they were given, the chain with these does.
+    """
+    E, dtype = problem.equations, problem.v.dtype
+    turned = Turned.of(sides, problem.prepared.basis_in(sides.v.dtype), E)
+    if turned is None:
+        return _chained(sides, E, start, rules, dtype)
+    found, decided = _by_turning(turned, sides, start, rules, dtype)
+    left = (~decided).nonzero().squeeze(-1)
+    if len(left):
+        again = None if start is None else start[left]
+        found.write(left, _chained(sides.take(left), E, again, rules, dtype))
+    return found
+
+
+def _by_turning(
+    turned: Turned, sides: Sides, start: Tensor | None, rules: Rules, dtype: torch.dtype
+) -> tuple[Chained, Bool[Tensor, "n"]]:
+    """The chain in the basis of the equations, and which verdicts hold for the rows as given."""
+    E, begin = turned.equations, None if start is None else turned.enter(start)
+    own = turned.sides(sides)
+    found = _chained(own, E, begin, rules, dtype)
+    for last in (False, False, True):
+        point, status, _ = found
+        multipliers = turned.leave(point.multipliers)
+        kept = sides.keeps(point.z, rules.cap(dtype), multipliers=multipliers)
+        left = ((status == Status.CONVERGED) & ~kept).nonzero().squeeze(-1)
+        if last or not len(left):
+            break
+        few, z, ν = turned.take(left), point.z[left], point.multipliers[left]
+        again = few.corrected(own.take(left), sides.take(left), z)
+        found.write(left, _chained(again, E, ν, rules, dtype))
+    reach, proof = proven(multipliers, sides, dtype == torch.float64)
+    refuted = (status == Status.INFEASIBLE) & (reach > 0)
+    multipliers = torch.where(refuted.unsqueeze(-1), proof, multipliers)
+    found = found._replace(point=point._replace(multipliers=multipliers, r=sides.C.apply(point.z)))
+    return found, refuted | ((status == Status.CONVERGED) & kept)
 
 
 def _chained(
@@ -213,7 +255,9 @@ def _outcome(
     """In the dtype of v; CONVERGED where every row keeps the rule."""
     (multipliers, u, z, _, _), status, iterations = solved
     dtype = problem.v.dtype
-    broken = (status == Status.CONVERGED) & ~sides.keeps(z, rules.cap(dtype))
+    broken = (status == Status.CONVERGED) & ~sides.keeps(
+        z, rules.cap(dtype), multipliers=multipliers
+    )
     status = status.masked_fill(broken, int(Status.MAX_ITERATIONS))
     if held.end is not None:
         which = ~held.end.isnan()

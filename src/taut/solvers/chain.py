@@ -26,6 +26,12 @@ class Chained(NamedTuple):
     status: Int[Tensor, "N"]
     iterations: Int[Tensor, "N"]
 
+    def write(self, index: Int[Tensor, "n"], part: "Chained") -> None:
+        """Put `part`, which took its iterations besides, at `index`, in place."""
+        self.point.write(index, part.point)
+        self.status.index_copy_(0, index, part.status)
+        self.iterations.index_add_(0, index, part.iterations)
+
 
 def chain(sides: Sides, start: Float[Tensor, "N M"] | None, rules: Rules, exact: bool) -> Chained:
     """Solve every sample, or prove that it cannot be solved.
@@ -172,4 +178,4 @@ class _Work:
         fine = (levels.fair <= self.rules.fair) & (levels.rough <= self.rules.rough)
         fine = fine | (levels.plain <= self.found.level[index])
         few = fine.nonzero().squeeze(-1)
-        point.write(index[few], sides.take(few).refined(without.take(few)))
+        point.write(index[few], sides.take(few).refined(without.take(few), self.rules.rough))

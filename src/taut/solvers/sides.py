@@ -33,6 +33,10 @@ class Point(NamedTuple):
         """The samples at `index`."""
         return Point(*(x[index] for x in self))
 
+    def finite(self) -> Bool[Tensor, "n"]:
+        """Where C z and the slopes are numbers, and so all is."""
+        return (self.r.abs().sum(-1) + self.w.sum(-1)).isfinite()
+
     def write(self, index: Int[Tensor, "n"], part: "Point") -> None:
         """Put `part` at `index`, in place."""
         for x, y in zip(self, part, strict=True):
@@ -143,40 +147,61 @@ class Sides:
         levels = Levels(*(_worst(s, scale) for scale in (plain, fair, rough)))
         return levels, s.masked_fill(idle, 0)
 
-    def violation(self, z: Tensor) -> Float[Tensor, "n M"]:
-        """How far C z is beyond its sides."""
-        r = self.C.apply(z)
-        return torch.maximum(self.lower - r, r - self.upper).clamp_min(0)
+    def keeps(
+        self, z: Tensor, most: float, first: int = 0, multipliers: Tensor | None = None
+    ) -> Bool[Tensor, "n"]:
+        """Is every row from `first` on within `most` of |side| + |C||z|?
 
-    def keeps(self, z: Tensor, most: float, first: int = 0) -> Bool[Tensor, "n"]:
-        """Is every row from `first` on within `most` of |side| + |C||z|?"""
-        off, terms = self.violation(z), self.C.abs().apply(z.abs())
-        side = torch.where(self.C.apply(z) < self.lower, self.lower, self.upper)
-        size = torch.where(off > 0, side.abs() + terms, 1).clamp_min(TINY)
-        return _worst(off[:, first:], size[:, first:]) <= most
+        One whose multiplier is not 0, of its side.
+        """
+        r, terms = self.C.apply(z), self.C.abs().apply(z.abs())
+        ν = torch.zeros_like(r) if multipliers is None else multipliers
+        s = self.gradient(ν, r)
+        side = torch.where(s < 0, self.lower, self.upper)
+        side = torch.where((ν != 0) & ~self.equal, self.held_at(ν), side)
+        size = torch.where(s != 0, side.abs() + terms, 1)
+        size = size.clamp_min(torch.finfo(size.dtype).tiny)
+        return _worst(s[:, first:], size[:, first:]) <= most
 
-    def refined(self, point: Point) -> Point:
-        """One more correction where it helps: z −= W C_Fᵀ H⁻¹ s_F, or ν where u moves visibly.
+    def refined(self, point: Point, most: float) -> Point:
+        """Corrections that help, up to three, until every row keeps `most`."""
+        point = self._corrected(point)
+        for _ in range(2):
+            kept = self.keeps(point.z, most, multipliers=point.multipliers)
+            left = (~kept).nonzero().squeeze(-1)
+            if not len(left):
+                break
+            part = self.take(left)._corrected(point.take(left))
+            point = Point(*(x.index_copy(0, left, y) for x, y in zip(point, part, strict=True)))
+        return point
 
-        u = v + Cᵀν has the rounding of |v| + |Cᵀν|; z itself need not have it.
+    def _corrected(self, point: Point) -> Point:
+        """z −= W C_Fᵀ H⁻¹ s_F, and ν and u with it where u moves visibly.
+
+        u = v + Cᵀν has the rounding of |v| + |Cᵀν|; z itself need not have it. Where it would no
+        longer be σ(u) but for that rounding, it is computed anew.
         """
         active = (point.multipliers != 0) | self.equal
-        side = self.held_at(point.multipliers)
+        side, size = self.held_at(point.multipliers), self.size(point.multipliers, point.z)
         s = torch.where(active, point.r - side, 0)
         move, solved = self._solve(point.w, active, s)
         shift = self.C.adjoint(move)
         blur = self.v.abs() + self.C.abs().adjoint(point.multipliers.abs())
         near = (shift.abs() <= 32 * EPS * blur).all(-1, keepdim=True)
         moved = self.point(torch.where(near, point.multipliers, point.multipliers - move))
-        z = torch.where(near, self.clip(point.z - point.w * shift), moved.z)
+        z = self.clip(point.z - point.w * shift)
+        along = (z - moved.z).abs() <= 32 * EPS * (point.z.abs() + point.w * blur)
+        along = near | along.all(-1, keepdim=True)
+        z = torch.where(along, z, moved.z)
+        u = torch.where(along, torch.where(near, point.u, point.u - shift), moved.u)
         lower, upper = self.activation.range.bounds(z)
-        left = torch.where(active, self.C.apply(z) - side, 0)
-        better = (_worst(left, 1.0) < _worst(s, 1.0)) & solved
+        moved = moved._replace(u=u, z=z, r=self.C.apply(z))
+        left = torch.where(active, moved.r - side, 0)
+        better = (_worst(left, size) < _worst(s, size)) & solved
         better = better & ((z >= lower) & (z <= upper)).all(-1)
         kept = self.equal | (moved.multipliers * point.multipliers > 0) | ~active
         better = (better & kept.all(-1)).unsqueeze(-1)
-        pairs = zip(moved._replace(z=z), point, strict=True)
-        return Point(*(torch.where(better, x, y) for x, y in pairs))
+        return Point(*(torch.where(better, x, y) for x, y in zip(moved, point, strict=True)))
 
     def _solve(self, w: Tensor, active: Tensor, s: Tensor) -> tuple[Tensor, Bool[Tensor, "n"]]:
         """H⁻¹s on the active rows, and where that could be done."""

@@ -176,7 +176,7 @@ PART void find_noise(const Plan *p, Sides *x) {
     for (int64_t i = 0; i < p->rows; i++) x->noise[i] *= 2.0 * EPS;
 }
 
-/* Is every row within `most` of |side| + |C||z|? */
+/* Is every row within `most` of |side| + |C||z|? One whose multiplier is not 0, of its side. */
 PART mask keeps(const Plan *p, Sides *x, double most, int64_t first) {
     mask fine = all(0.0) == all(0.0);
     lanes terms[TILE];
@@ -184,10 +184,11 @@ PART mask keeps(const Plan *p, Sides *x, double most, int64_t first) {
     for (int64_t i = first; i < p->rows; i += TILE) {
         apply(p, x->y, i, 0, terms);
         for (int t = 0; t < TILE; t++) {
-            lanes below = x->lower[i + t] - x->r[i + t], above = x->r[i + t] - x->upper[i + t];
-            lanes side = absolute(choose(below > 0.0, x->lower[i + t], x->upper[i + t]));
-            lanes off = choose(below > 0.0, below, above);
-            mask good = off <= most * at_least(side + terms[t], all(TINY));
+            const lanes nu = x->nu[i + t], low = x->lower[i + t], high = x->upper[i + t];
+            lanes off = absolute(subgradient(nu, x->r[i + t], low, high));
+            mask lower = (nu > 0.0) | ((nu == 0.0) & (x->r[i + t] < low));
+            lanes side = absolute(choose(lower, low, high));
+            mask good = off <= most * at_least(side + terms[t], all(0x1p-1022));
             fine &= (off <= 0.0) | good;
         }
     }

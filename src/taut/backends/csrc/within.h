@@ -94,8 +94,9 @@ PART mask begin(const Plan *p, const Within *s, Sides *x, int64_t first, mask *o
     return kept;
 }
 
-/* z −= W C_Fᵀ H⁻¹s_F where `which`, if that is better: `refined` of solvers/sides.py. C z is kept up. */
-PART void refine(const Plan *p, const Within *s, Sides *x, mask which) {
+/* z −= W C_Fᵀ H⁻¹s_F where `which`, if that is better: `_corrected` of solvers/sides.py. C z is kept
+ * up. */
+PART void correct(const Plan *p, const Within *s, Sides *x, mask which) {
     lanes before = all(0.0), after = all(0.0), sum[TILE];
     mask dependent;
     for (int64_t i = 0; i < p->rows; i++) {
@@ -103,7 +104,7 @@ PART void refine(const Plan *p, const Within *s, Sides *x, mask which) {
         x->orthant[i] = choose(active, all(1.0), all(0.0));
         lanes side = held_side(x->nu[i], x->lower[i], x->upper[i]);
         x->change[i] = choose(active, x->r[i] - side, all(0.0));
-        before = larger(before, absolute(x->change[i]));
+        before = larger(before, absolute(x->change[i]) / x->size[i]);
     }
     solve_active(p, x->boxed ? NULL : s->line, x, s->rules, x->change, &dependent);
     const int64_t count = list_pairs(p, x->step, x->pairs);
@@ -126,11 +127,19 @@ PART void refine(const Plan *p, const Within *s, Sides *x, mask which) {
     for (int64_t i = 0; i < p->rows; i++) {
         lanes side = held_side(x->nu[i], x->lower[i], x->upper[i]);
         lanes left = choose(x->orthant[i] != 0.0, x->trial[i] - side, all(0.0));
-        after = larger(after, absolute(left));
+        after = larger(after, absolute(left) / x->size[i]);
     }
     mask better = inside & (after < before);
     for (int64_t k = 0; k < p->outputs; k++) x->z[k] = choose(better, x->y[k], x->z[k]);
     for (int64_t i = 0; i < p->rows; i++) x->r[i] = choose(better, x->trial[i], x->r[i]);
+}
+
+/* Corrections, up to three, until every row keeps the rule: `refined` of solvers/sides.py */
+PART void refine(const Plan *p, const Within *s, Sides *x, mask which) {
+    for (int time = 0; time < 3 && any(which); time++) {
+        correct(p, s, x, which);
+        which &= ~keeps(p, x, s->rules->rough, 0);
+    }
 }
 
 /* Which samples are solved: `_converged` of solvers/arc.py */
