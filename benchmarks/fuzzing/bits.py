@@ -58,16 +58,18 @@ def _changes(
         return ~((x == y) | (x.isnan() & y.isnan())).all(1)
     converged = (before["status"] == 0) & (after["status"] == 0)
     if what == "z":
-        most = _DIGITS[x.dtype] * _size(solution, torch.from_numpy(block.v))
-    else:
-        # The solve for λ magnifies rounding by κ, the condition number of A diag(w) Aᵀ, and so
-        # does the solve for derivatives, at slopes that λ has moved: by the rounding of u, and by
-        # as much of u as A z, rounded, does not tell. Beyond 1e-2 nothing is said.
-        condition, untold = _condition(block, solution)
-        most = _DIGITS[torch.float64] * condition.square() * (1 + solution.u.abs().amax(-1))
-        most = most + 4 * condition * untold / np.abs(block.law.temperature).min()
-        most = most.where(most < 1e-2, torch.inf) + torch.finfo(x.dtype).eps
-        most = most * (x.abs().amax(1) + size)
+        rows = (converged & (x != y).any(1)).nonzero().flatten()
+        most = _spread(block, solution.z[rows], solution.u[rows], rows)
+        far = ((x - y)[rows].abs() > most).any(1)
+        return torch.zeros_like(converged).index_fill(0, rows[far], True)
+    # The solve for λ magnifies rounding by κ, the condition number of A diag(w) Aᵀ, and so
+    # does the solve for derivatives, at slopes that λ has moved: by the rounding of u, and by
+    # as much of u as A z, rounded, does not tell. Beyond 1e-2 nothing is said.
+    condition, untold = _condition(block, solution)
+    most = _DIGITS[torch.float64] * condition.square() * (1 + solution.u.abs().amax(-1))
+    most = most + 4 * condition * untold / np.abs(block.law.temperature).min()
+    most = most.where(most < 1e-2, torch.inf) + torch.finfo(x.dtype).eps
+    most = most * (x.abs().amax(1) + size)
     return converged & ((x - y).abs().amax(1) > most.detach())
 
 
@@ -113,11 +115,27 @@ def _condition(block: Block, solution: Solution) -> tuple[Tensor, Tensor]:
     return condition.clamp_min(1), untold
 
 
-def _size(solution: Solution, v: Tensor) -> Tensor:
-    """Rounding of u = v + Aᵀλ, which the rows of A then amplify."""
-    z, u = solution.z.detach().abs(), solution.u.detach().abs()
-    size = (1 + z.amax(-1)) * (1 + u.amax(-1) + v.abs().amax(-1))
-    return size * solution.condition.nan_to_num(nan=1.0).clamp(min=1)
+def _spread(block: Block, z: Tensor, u: Tensor, rows: Tensor) -> Tensor:
+    """How far apart two z of a problem can be that satisfy it to rounding, each entry.
+
+    That is |A z − b| within 32 units of what is rounded in it, or 4 in float32; a change r of it
+    moves z by diag(w) Aᵀ H⁻¹r, and λ, rounded, moves u.
+    """
+    eps, units = torch.finfo(z.dtype).eps, 8 if z.dtype == torch.float32 else 64
+    A, b, v = (torch.from_numpy(x).double() for x in (block.A, block.b, block.v))
+    A, b, v = A if block.shared else A[rows], b[rows], v[rows]
+    z, u = z.detach().double(), u.detach().double()
+    w = block.law.activation.slope(u)
+    rounded = z.abs() + (w * (u.abs() + v.abs())).nan_to_num(0.0)
+    r = units * eps * (b.abs() + (A.abs() @ rounded.unsqueeze(-1)).squeeze(-1))
+    gram = (A * w.unsqueeze(-2)) @ A.mT
+    scale = gram.diagonal(dim1=-2, dim2=-1).clamp_min(1e-300).rsqrt()
+    unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
+    finite = unit.isfinite().flatten(1).all(1) & r.isfinite().all(1)
+    inverse = torch.linalg.pinv(unit.nan_to_num(0.0, 0.0, 0.0), hermitian=True)
+    gain = (w.unsqueeze(-1) * (A * scale.unsqueeze(-1)).mT) @ inverse
+    most = (gain.abs() @ (scale * r).unsqueeze(-1)).squeeze(-1) + 4 * eps * rounded
+    return most.where(finite.unsqueeze(-1), torch.inf)
 
 
 def _ruins(block: Block, victim: int) -> list[tuple[str, dict[str, Tensor | None]]]:
@@ -175,7 +193,8 @@ def _alone(block: Block, batch: dict[str, Tensor], rng: np.random.Generator) -> 
             failures.append((row, text))
         elif int(single.status) == int(batch["status"][row]) == int(Status.CONVERGED):
             z = batch["z"][row]
-            size = _size(single, torch.from_numpy(block.v[row]))
-            if not ((single.z - z).abs() <= _DIGITS[z.dtype] * size).all():
+            own = (x.reshape(1, -1) for x in (single.z, single.u))
+            most = _spread(block, *own, torch.tensor([row]))[0]
+            if not ((single.z - z).abs() <= most).all():
                 failures.append((row, "a row alone has the z it has in the batch"))
     return failures
