@@ -18,7 +18,15 @@ from urllib.parse import unquote, urlsplit
 import taut
 
 #: Classes that users receive and do not construct.
-RECEIVED = {"Prepared", "Solution", "SolveError", "Status", "ConditionWarning", "Solver"}
+RECEIVED = {
+    "Prepared",
+    "Solution",
+    "SolveError",
+    "Status",
+    "ConditionWarning",
+    "FailureWarning",
+    "Solver",
+}
 #: Members without an underscore that are for the library itself.
 INSIDE = {
     "Newton": {"rules", "solve"},
