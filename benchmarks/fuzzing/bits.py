@@ -128,12 +128,12 @@ def _spread(block: Block, z: Tensor, u: Tensor, rows: Tensor) -> Tensor:
     w = block.law.activation.slope(u)
     rounded = z.abs() + (w * (u.abs() + v.abs())).nan_to_num(0.0)
     r = units * eps * (b.abs() + (A.abs() @ rounded.unsqueeze(-1)).squeeze(-1))
-    gram = (A * w.unsqueeze(-2)) @ A.mT
-    scale = gram.diagonal(dim1=-2, dim2=-1).clamp_min(1e-300).rsqrt()
-    unit = gram * scale.unsqueeze(-1) * scale.unsqueeze(-2)
-    finite = unit.isfinite().flatten(1).all(1) & r.isfinite().all(1)
-    inverse = torch.linalg.pinv(unit.nan_to_num(0.0, 0.0, 0.0), hermitian=True)
-    gain = (w.unsqueeze(-1) * (A * scale.unsqueeze(-1)).mT) @ inverse
+    root = w.clamp_min(0).sqrt().unsqueeze(-2)  # diag(w) Aᵀ H⁻¹ is √w times the inverse of A √w
+    weighted = A * root
+    scale = weighted.norm(dim=-1).clamp_min(1e-300).reciprocal()
+    weighted = weighted * scale.unsqueeze(-1)
+    finite = weighted.isfinite().flatten(1).all(1) & r.isfinite().all(1)
+    gain = root.mT * torch.linalg.pinv(weighted.nan_to_num(0.0, 0.0, 0.0))
     most = (gain.abs() @ (scale * r).unsqueeze(-1)).squeeze(-1) + 4 * eps * rounded
     return most.where(finite.unsqueeze(-1), torch.inf)
 

@@ -45,7 +45,7 @@ def pose(
     plain = A is not None and A.ndim == 2 and A.layout is torch.strided and not A.is_inference()
     data, start = A if plain else _data(prepared, A), None if init is None else init.detach()
     if v.ndim == 2 and b.ndim == 2 and (start is None or start.ndim == 2):
-        return Linear(prepared, v, data, b, start, len(v)), v.shape[:-1]  # pyright: ignore
+        return Linear(prepared, v, data, b, start, v.shape[0]), v.shape[:-1]  # pyright: ignore
     batch, n = v.shape[:-1], v.shape[:-1].numel()
     equations = b.shape[-1]
     b = b.expand(*batch, equations).reshape(n, equations)

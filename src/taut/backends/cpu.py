@@ -198,7 +198,8 @@ class Cpu:
         """Newton's method from `start`, or 0, in float64."""
         if type(problem) is not Linear or rules.dtype is not torch.float64:
             return Outcome.open(problem.inputs[0], problem.prepared.map.shape[0])
-        v, b, start, n = problem.v, problem.b, problem.start, len(problem.v)
+        v, b, start = problem.v, problem.b, problem.start
+        n = v.shape[0]
         known = self._known or self._plan(n)
         if known is None or not n or not readable(v, b, start):
             return Outcome.open(v, b.shape[-1])
@@ -218,8 +219,8 @@ class Cpu:
             "plan": known.address,
             "v": v.data_ptr(),
             "b": b.data_ptr(),
-            "start": None if start is None else start.data_ptr(),
-            "index": None,
+            "start": 0 if start is None else start.data_ptr(),
+            "index": 0,
             "multipliers": multipliers.data_ptr(),
             "u": u.data_ptr(),
             "z": z.data_ptr(),
@@ -268,9 +269,9 @@ class Cpu:
             "next": 0,
             "unsolved": n,
             "u": u.data_ptr(),
-            "g_multipliers": None if g_multipliers is None else g_multipliers.data_ptr(),
-            "g_u": None if g_u is None else g_u.data_ptr(),
-            "g_z": None if g_z is None else g_z.data_ptr(),
+            "g_multipliers": 0 if g_multipliers is None else g_multipliers.data_ptr(),
+            "g_u": 0 if g_u is None else g_u.data_ptr(),
+            "g_z": 0 if g_z is None else g_z.data_ptr(),
             "status": status.data_ptr(),
         }
         left = run("backward", values, n * known.work)

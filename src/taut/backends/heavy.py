@@ -28,7 +28,7 @@ def pull_stably(
     values = {
         "a": A.data_ptr(),
         "stride": 0 if len(A) == 1 else I * K,
-        "left_out": None if out is None else out.data_ptr(),
+        "left_out": 0 if out is None else out.data_ptr(),
         "w": w.data_ptr(),
         "g_z": g_z.data_ptr(),
         "g_u": g_u.data_ptr(),

@@ -39,7 +39,7 @@ def train(backend: Backend, step: Step, rules: Rules) -> Trained | None:
     v, b, y, scale, table, index = step
     if not isinstance(backend, Cpu) or not readable(*step[:3], table, index):
         return None
-    n = len(v)
+    n = v.shape[0]
     found = backend.ready(n, rules, v.dtype)
     if found is None:
         return None

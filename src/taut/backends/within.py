@@ -46,9 +46,9 @@ class _Known(NamedTuple):
     def values(self) -> dict[str, Any]:
         return {
             "plan": self.address,
-            "line": None if self.line is None else addressof(self.line),
+            "line": 0 if self.line is None else addressof(self.line),
             "equations": self.rows.equations,
-            "only": None,
+            "only": 0,
             **{name: x.data_ptr() for name, x in self.rows.ends.items()},
         }
 
@@ -133,9 +133,9 @@ class CpuWithin:
             "v": v.data_ptr(),
             "lower": lower.data_ptr(),
             "upper": upper.data_ptr(),
-            "floor": None if floor is None else floor.data_ptr(),
-            "ceiling": None if ceiling is None else ceiling.data_ptr(),
-            "start": None if start is None else start.data_ptr(),
+            "floor": 0 if floor is None else floor.data_ptr(),
+            "ceiling": 0 if ceiling is None else ceiling.data_ptr(),
+            "start": 0 if start is None else start.data_ptr(),
             "multipliers": found.multipliers.data_ptr(),
             "u": found.u.data_ptr(),
             "z": found.z.data_ptr(),
@@ -203,7 +203,7 @@ class CpuWithin:
             "dceiling": dceiling,
             "left": left,
         }
-        values = {name: None if x is None else x.data_ptr() for name, x in arrays.items()}
+        values = {name: 0 if x is None else x.data_ptr() for name, x in arrays.items()}
         values |= {name: known.values[name] for name in ("plan", "line")}
         values |= {"rules": given.values["rules"], "single": u.dtype is torch.float32}
         values |= {"samples": n, "next": 0, "unsolved": n}
