@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 SIZES = [(K, I, N) for K, I in ((10, 4), (64, 8), (100, 50)) for N in (1, 16, 256, 2000)]
@@ -19,21 +20,17 @@ CALLS = ("forward", "with gradient", "forward + backward", "training step")
 ROUNDS, SECONDS = 5, 0.15
 
 
-def main() -> None:
+def compare(script: str, asked: list[tuple[tuple[int, int, int], str]]) -> None:
+    """Ask the workers of OLD and NEW, which `script` starts, in turn."""
     here = str(Path(__file__).parents[1])
-    old, new = (*sys.argv[1:], here)[:2]
-    workers = [_start(folder) for folder in (old, new)]
+    workers = [_start(script, folder) for folder in (*sys.argv[1:], here)[:2]]
     print(f"{'K, I, N':>14}  {'call':<20} {'old µs':>9} {'new µs':>9} {'new / old':>9}")
     try:
-        for size in SIZES:
-            for call in CALLS:
-                times = [[_ask(worker, size, call) for worker in workers] for _ in range(ROUNDS)]
-                before, after = (min(column) for column in zip(*times, strict=True))
-                label = ", ".join(map(str, size))
-                ratio = after / before
-                print(
-                    f"{label:>14}  {call:<20} {before:9.1f} {after:9.1f} {ratio:9.2f}", flush=True
-                )
+        for size, call in asked:
+            times = [[_ask(worker, size, call) for worker in workers] for _ in range(ROUNDS)]
+            before, after = (min(column) for column in zip(*times, strict=True))
+            label, ratio = ", ".join(map(str, size)), after / before
+            print(f"{label:>14}  {call:<20} {before:9.1f} {after:9.1f} {ratio:9.2f}", flush=True)
     except KeyboardInterrupt:
         print("Stopped.")
     finally:
@@ -41,9 +38,9 @@ def main() -> None:
             worker.kill()
 
 
-def _start(folder: str) -> subprocess.Popen:
+def _start(script: str, folder: str) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(Path(folder) / "src")}
-    command = [sys.executable, __file__, "--worker"]
+    command = [sys.executable, script, "--worker"]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
@@ -55,7 +52,7 @@ def _ask(worker: subprocess.Popen, size: tuple[int, int, int], call: str) -> flo
     return float(worker.stdout.readline())
 
 
-def work() -> None:
+def answer(make: Callable[[int, int, int], dict], clock: Callable[[], float]) -> None:
     """Answer questions from standard input: the shortest time of a call, in microseconds."""
     import torch
 
@@ -63,14 +60,14 @@ def work() -> None:
     problems: dict = {}
     for line in sys.stdin:
         (K, I, N), call = json.loads(line)
-        calls = problems.setdefault((K, I, N), None) or _calls(K, I, N)
+        calls = problems.setdefault((K, I, N), None) or make(K, I, N)
         problems[K, I, N] = calls
         function, best, end = calls[call], float("inf"), time.perf_counter() + SECONDS
         function()
         while best == float("inf") or time.perf_counter() < end:
-            start = time.perf_counter()
+            start = clock()
             function()
-            best = min(best, time.perf_counter() - start)
+            best = min(best, clock() - start)
         print(1e6 * best, flush=True)
 
 
@@ -97,4 +94,7 @@ def _calls(K: int, I: int, N: int) -> dict:
 
 
 if __name__ == "__main__":
-    work() if sys.argv[1:] == ["--worker"] else main()
+    if sys.argv[1:] == ["--worker"]:
+        answer(_calls, time.perf_counter)
+    else:
+        compare(__file__, [(size, call) for size in SIZES for call in CALLS])
