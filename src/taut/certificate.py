@@ -40,13 +40,23 @@ def certifies(
 
     The inequality is tried in plain floating point, and what passes is proven with `proves`.
     """
-    terms = support(A.adjoint(multipliers), activation.range)
-    likely = which & ((b * multipliers).sum(-1) > terms.sum(-1))
-    if not bool(likely.any()):
-        return likely
-    index = likely.nonzero().squeeze(-1)
+    passes = which & likely(multipliers, A, b, activation)
+    if not bool(passes.any()):
+        return passes
+    index = passes.nonzero().squeeze(-1)
     proven = proves(multipliers[index], A.take(index), b[index], activation)
-    return likely.index_put((index,), proven)
+    return passes.index_put((index,), proven)
+
+
+def likely(
+    multipliers: Float[Tensor, "N I"],
+    A: LinearMap,
+    b: Float[Tensor, "N I"],
+    activation: Activation,
+) -> Bool[Tensor, "N"]:
+    """Where λ would be a proof, but for rounding."""
+    terms = support(A.adjoint(multipliers), activation.range)
+    return (b * multipliers).sum(-1) > terms.sum(-1)
 
 
 def is_certificate(

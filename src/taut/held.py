@@ -101,8 +101,7 @@ def held(
     if known is None:
         return None
     suspect = (known.at_least(asked[1], eps) | known.at_most(asked[0], eps)).any(-1)
-    if not bool(v.sum().isfinite()):
-        suspect = suspect | v.isinf().any(-1)
+    suspect = suspect | v.isinf().any(-1)
     if not bool(suspect.any()):
         return None
     index = suspect.nonzero().squeeze(-1)

@@ -76,7 +76,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(values: Tensor, x: Tensor, pattern: Pattern, transpose: bool) -> Tensor:
         flat = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-        return pattern.product(values, flat, transpose).reshape(*x.shape[:-1], -1).contiguous()
+        found = pattern.product(values, flat, transpose)
+        return found.reshape(*x.shape[:-1], found.shape[-1]).contiguous()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:

@@ -76,9 +76,9 @@ def enter(problem: Linear, dtype: torch.dtype) -> tuple[Task, Tensor, Bool[Tenso
     A = basis.map
     if basis.transformed:
         A = prepared.map.over(data.where(data.isfinite(), 0).to(dtype))
-    if not _all_finite(v, b, data):
+    if not on_host(v) or not _all_finite(v, b, data):
         n, whole = len(v), data.isfinite()
-        whole = whole.all().expand(n) if prepared.map.shared else whole.reshape(n, -1).all(-1)
+        whole = whole.all().expand(n) if prepared.map.shared else whole.flatten(1).all(-1)
         finite = v.isfinite().all(-1) & b.isfinite().all(-1) & whole
         keep = finite.unsqueeze(-1)
         v = v.where(keep, 0)
@@ -100,7 +100,7 @@ def leave(
     dtype = problem.v.dtype
     multipliers, u, z = (x.to(dtype) for x in (multipliers, u, wide))
     terms = task.A.abs().apply(wide.abs()).to(dtype)
-    if not _all_finite(multipliers, z, terms):  # too large for the dtype of v
+    if not on_host(z) or not _all_finite(multipliers, z, terms):  # too large for the dtype of v
         fits = torch.cat([multipliers, z, terms], -1).isfinite().all(-1)
         status = status.where(fits, int(Status.NONFINITE))
     if finite is not None:
@@ -108,10 +108,13 @@ def leave(
         status = status.where(finite, int(Status.NONFINITE))
         multipliers, u = multipliers.where(keep, 0), u.where(keep, problem.v)
         z = z.where(keep, problem.prepared.activation.sigma(u))
-    if finite is None:  # not in float32: a long sum would have more rounding than residual
+    if finite is None or not on_host(z):
+        # Not in float32: a long sum would have more rounding than residual.
         residual = task.A.excess(z.to(wide.dtype), problem.b.to(wide.dtype)).to(dtype)
     else:
         residual = problem.residual(z)
+    if finite is not None and not on_host(z):
+        residual = residual.where(finite.unsqueeze(-1), problem.residual(z))
     largest = residual.abs().amax(-1) if residual.shape[-1] else residual.new_zeros(len(z))
     failed = int((status != Status.CONVERGED).sum())
     return Outcome(z, multipliers, u, largest, iterations, status, failed)
@@ -122,16 +125,36 @@ def on_host(x: Tensor) -> bool:
     return x.is_cpu
 
 
+def look(*numbers: Tensor) -> list[int]:
+    """Several numbers on a device, at once.
+
+    >>> look(torch.tensor(3), torch.tensor(True))
+    [3, 1]
+    """
+    return torch.stack([x.long() for x in numbers]).tolist()
+
+
+def places(which: Bool[Tensor, "n"], count: int) -> Int[Tensor, "count"]:
+    """`which.nonzero()`, where it is known that there are `count`: on a device without a look.
+
+    >>> places(torch.tensor([False, True, True]), 2)
+    tensor([1, 2])
+    """
+    if on_host(which):
+        return which.nonzero().squeeze(-1)
+    return (~which).byte().argsort(stable=True)[:count]
+
+
 def _all_finite(*tensors: Tensor) -> bool:
     """Is every entry a number? A sum that overflows says no where it is yes: look again."""
-    if on_host(tensors[0]):
-        return all(bool(x.sum().isfinite()) for x in tensors)
-    return bool(torch.stack([x.sum() for x in tensors]).isfinite().all())
+    return all(bool(x.sum().isfinite()) for x in tensors)
 
 
 def _usable(task: Task, start: Tensor) -> Tensor:
     """A start that is not a number, or absurdly far, is worse than none."""
-    if start.numel() == 0 or task.A.abs().adjoint(start.abs()).max() < 1e3:
+    if start.numel() == 0:
+        return start
+    if on_host(start) and task.A.abs().adjoint(start.abs()).max() < 1e3:
         return start
     y = task.A.adjoint(start.nan_to_num()).abs().amax(-1)
     near = start.isfinite().all(-1) & (y <= 1e3 * (1 + task.v.abs().amax(-1)))

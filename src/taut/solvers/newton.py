@@ -11,13 +11,14 @@ from torch import Tensor
 from taut.backends import Rules
 from taut.outcome import Outcome, Status
 from taut.problems import Inequalities, Linear, Nonlinear, Problem
+from taut.solvers import base
 from taut.solvers.anneal import anneal
 from taut.solvers.around import by_backend, held_outputs, portions, whole, without
-from taut.solvers.base import Solver, enter, leave
+from taut.solvers.base import Solver, enter, leave, places
 from taut.solvers.bounds import inequalities
 from taut.solvers.sequential import sequential
 from taut.solvers.step import Search, State, newton_step, worth_leaving_out
-from taut.solvers.verdict import Verdicts, judge
+from taut.solvers.verdict import Verdicts, far, glance, judge
 
 # What is not decided after so many iterations begins again: by annealing, if logits are large, or
 # from 0, if a start was given.
@@ -126,19 +127,14 @@ def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
     open = len(state.u)
     for iteration in range(search.rules.max_iterations + 1):
         stalls = progress.stalled(state)
-        verdicts = judge(search, state, progress.open, stalls, iteration)
-        verdicts = verdicts.given_up(progress.idle >= _STALLED)
-        if iteration == search.rules.max_iterations:
-            verdicts = verdicts.given_up(progress.open)
-        fresh = progress.open & (verdicts.status >= 0)
-        count = int(fresh.sum())
+        verdicts, fresh, count = _judged(search, state, progress, stalls, iteration)
         if count:
-            found = found.after(progress.place, fresh, state, verdicts, iteration)
+            found = found.after(progress.place, places(fresh, count), state, verdicts, iteration)
         progress, open = progress.after(state, fresh, stalls), open - count
         if open == 0:
             break
         if worth_leaving_out(open, state):
-            left = progress.open.nonzero().squeeze(-1)
+            left = places(progress.open, open)
             search, state, progress = search.take(left), state.take(left), progress.take(left)
         if iteration == _PATIENCE:
             state, progress = _annealed(search, state, progress)
@@ -153,6 +149,31 @@ def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Ten
         proven = (found.status == Status.INFEASIBLE).unsqueeze(-1)
         multipliers = torch.where(proven, found.proofs, multipliers)
     return multipliers, found.u, found.z, found.iterations, found.status
+
+
+def _judged(
+    search: Search, state: State, progress: "_Progress", stalls: Tensor, iteration: int
+) -> tuple[Verdicts, Bool[Tensor, "n"], int]:
+    """The verdicts, which of them are fresh, and how many those are; on a device by one look."""
+
+    def counted(verdicts: Verdicts) -> tuple[Verdicts, Tensor, Tensor]:
+        verdicts = verdicts.given_up(progress.idle >= _STALLED)
+        if iteration == search.rules.max_iterations:
+            verdicts = verdicts.given_up(progress.open)
+        fresh = progress.open & (verdicts.status >= 0)
+        return verdicts, fresh, fresh.sum()
+
+    now = search, state, progress.open, stalls, iteration
+    if not base.on_host(state.u) and search.task.basis.left_out is None:
+        if iteration == 0 < search.rules.max_iterations and any(base.look(far(search, state))):
+            return Verdicts(torch.full_like(stalls, -1)), torch.zeros_like(progress.open), 0
+        verdicts, more = glance(*now)
+        verdicts, fresh, count = counted(verdicts)
+        more, count = base.look(more, count)
+        if not more:
+            return verdicts, fresh, count
+    verdicts, fresh, count = counted(judge(*now))
+    return verdicts, fresh, int(count)
 
 
 def _annealed(search: Search, state: State, progress: "_Progress") -> tuple[State, "_Progress"]:
@@ -203,16 +224,15 @@ class _Found(NamedTuple):
     def after(
         self,
         place: Int[Tensor, "n"],
-        fresh: Bool[Tensor, "n"],
+        index: Int[Tensor, "m"],
         state: State,
         verdicts: Verdicts,
         iteration: int,
     ) -> "_Found":
-        """With the samples at `place` on which there is a fresh verdict."""
+        """With the samples at `index`, of those at `place`, on which there is a fresh verdict."""
         status, proofs, settled = verdicts
         if settled is not None:
             state.write(*settled)
-        index = fresh.nonzero().squeeze(-1)
         place = place[index]
         found = state.multipliers, state.u, state.z, status
         if len(index) < len(self.u):

@@ -16,7 +16,15 @@ from taut.activations.codes import is_line
 from taut.backends import Rules
 from taut.solvers import base
 from taut.solvers.base import Task, relative
-from taut.systems import Factor, SharedFactor, factorise, share, solve_gram, solve_gram_roughly
+from taut.systems import (
+    Factor,
+    SharedFactor,
+    factorise,
+    factorise_unseen,
+    share,
+    solve_gram,
+    solve_gram_roughly,
+)
 
 
 @final
@@ -104,10 +112,10 @@ def newton_step(search: Search, state: State, closed: Bool[Tensor, "n"] | None) 
     result = search.state(state.multipliers + step)
     good = _good(search, state, step, result)
     bad = ~good if closed is None else ~(good | closed)
-    index = bad.nonzero().squeeze(-1)
+    rough = None if exact is None else bad & ~exact
+    index, again = _listed(bad, rough)
     if len(index):
-        if exact is not None:
-            again = (bad & ~exact).nonzero().squeeze(-1)
+        if again is not None and len(again):
             direction = search.take(again).direction(w[again], state.residual[again])
             step.index_copy_(0, again, direction)
         part, before = search.take(index), state.take(index)
@@ -120,6 +128,17 @@ def newton_step(search: Search, state: State, closed: Bool[Tensor, "n"] | None) 
     close = good & (result.relative * gain**search.rules.chords <= search.target)
     close = close if closed is None else close & ~closed
     return _repeat(search, factor, result, close, search.rules.chords)
+
+
+def _listed(bad: Tensor, rough: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Where samples are bad, and where rough, with one look on a device."""
+    if base.on_host(bad):
+        index = bad.nonzero().squeeze(-1)
+        return index, None if rough is None or not len(index) else rough.nonzero().squeeze(-1)
+    if rough is None:
+        return base.places(bad, *base.look(bad.sum())), None
+    some, few = base.look(bad.sum(), rough.sum())
+    return base.places(bad, some), base.places(rough, few)
 
 
 def _direction(
@@ -136,6 +155,10 @@ def _direction(
         step, exact = solve_gram_roughly(basis.map, basis.rough, w, residual, accuracy)
     elif basis.map.iterative:
         step = solve_gram(basis.map, w, residual, basis.left_out)
+    elif not base.on_host(w):
+        unseen, exact = factorise_unseen(basis.map, w, basis.left_out)
+        # Without a factor there is no step: NaN is bad, and then a direction is found for it.
+        step = unseen.solve(residual).where(exact.unsqueeze(-1), torch.nan)
     else:
         factor = factorise(basis.map, w, basis.left_out)
         step = factor.solve(residual)

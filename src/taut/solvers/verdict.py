@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from taut.certificate import certifies
+from taut.certificate import certifies, likely
 from taut.outcome import Status
 from taut.solvers import base
 from taut.solvers.base import Task, relative
@@ -41,13 +41,11 @@ def judge(
     own = 8 * torch.finfo(state.z.dtype).eps
     if base.on_host(state.relative):
         smallest, largest = (x.item() for x in state.relative.aminmax())
-    else:
-        smallest, largest = torch.stack(state.relative.aminmax()).tolist()
-    if largest <= target:
-        return Verdicts(torch.zeros_like(stalls))
-    undecided = smallest > max(target, rules.near * own) and largest < torch.inf
-    if iteration == 0 and undecided and task.basis.left_out is None:
-        return Verdicts(torch.full_like(stalls, -1))
+        if largest <= target:
+            return Verdicts(torch.zeros_like(stalls))
+        undecided = smallest > max(target, rules.near * own) and largest < torch.inf
+        if iteration == 0 and undecided and task.basis.left_out is None:
+            return Verdicts(torch.full_like(stalls, -1))
     converged = state.relative <= target
     stopped = open & ~converged & _at_rounding(search, state, stalls)
     apart, status = None, (~converged).long().neg_()  # CONVERGED is 0
@@ -59,16 +57,40 @@ def judge(
     if apart is not None:
         apart = apart | _contradictory(task) if iteration == 0 else apart
         status = status.where((status >= 0) | ~apart, int(Status.INCONSISTENT))
-    elif iteration > 1 and bool(task.basis.condition.isnan().any()):
-        contradicts = _contradicts(task, state)
+    elif iteration > 1 and (not base.on_host(status) or bool(task.basis.condition.isnan().any())):
+        contradicts = _contradicts(task, state) & task.basis.condition.isnan().any()
         status = status.where((status >= 0) | ~contradicts, int(Status.INCONSISTENT))
     proofs = None
     still = open & (status < 0) & (stalls > 0)
-    if iteration > 1 and bool(still.any()):
+    if iteration > 1 and (not base.on_host(still) or bool(still.any())):
         proven, proofs = _certificates(task, state, still)
         status = status.where(~proven, int(Status.INFEASIBLE))
     status = status.where(state.relative < torch.inf, int(Status.NONFINITE))
     return Verdicts(status, proofs, settled)
+
+
+def far(search: Search, state: State) -> Bool[Tensor, ""]:
+    """Is every sample so far from solved that there is nothing to judge at the start?"""
+    least = max(search.target, search.rules.near * 8 * torch.finfo(state.z.dtype).eps)
+    return ((state.relative > least) & (state.relative < torch.inf)).all()
+
+
+def glance(
+    search: Search, state: State, open: Bool[Tensor, "n"], stalls: Int[Tensor, "n"], iteration: int
+) -> tuple[Verdicts, Bool[Tensor, ""]]:
+    """`judge` without a look, for devices; and whether that is not enough.
+
+    It is not where a last correction, a proof, or equations that contradict may decide a sample.
+    """
+    converged = state.relative <= search.target
+    stopped = open & ~converged & _at_rounding(search, state, stalls)
+    meets = stopped & _keeps(search, state.z, state.residual)
+    status = (~(converged | meets)).long().neg_()
+    more = (stopped & ~meets).any() | ~(state.relative < torch.inf).all()
+    if iteration > 1:
+        more = more | (open & (status < 0) & (stalls > 0)).any()
+        more = more | search.task.basis.condition.isnan().any()
+    return Verdicts(status), more
 
 
 def _at_rounding(search: Search, state: State, stalls: Tensor) -> Bool[Tensor, "n"]:
@@ -183,11 +205,15 @@ def _certificates(task: Task, state: State, which: Bool[Tensor, "n"]) -> tuple[T
     size = multipliers.abs().amax(-1, keepdim=True)
     candidate = torch.ldexp(multipliers, -torch.frexp(size.nan_to_num(1.0)).exponent)
     candidate = candidate.to(torch.float32).to(size.dtype) if task.eps > 1e-10 else candidate
+    # λ = t·d + rest with t → ∞, and in a half-infinite range the rest may spoil the proof that d
+    # is: leave out the small entries.
+    direction = candidate.where(candidate.abs() > 0.1, 0)
+    if not base.on_host(which):
+        both = (likely(x, task.A, task.b, task.activation) for x in (candidate, direction))
+        if not any(base.look(*((which & x).any() for x in both))):
+            return torch.zeros_like(which), candidate
     proven = certifies(candidate, task.A, task.b, task.activation, which)
     if not task.activation.range.bounded:
-        # λ = t·d + rest with t → ∞, and in a half-infinite range the rest may spoil the proof
-        # that d is: leave out the small entries.
-        direction = candidate.where(candidate.abs() > 0.1, 0)
         also = certifies(direction, task.A, task.b, task.activation, which & ~proven)
         candidate = torch.where(also.unsqueeze(-1), direction, candidate)
         proven = proven | also

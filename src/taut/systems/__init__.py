@@ -6,6 +6,7 @@ from taut.systems.gram import (
     SharedFactor as SharedFactor,
     conjugate_gradient as conjugate_gradient,
     factorise as factorise,
+    factorise_unseen as factorise_unseen,
     share as share,
     solve_gram as solve_gram,
     solve_gram_roughly as solve_gram_roughly,

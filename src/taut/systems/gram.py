@@ -89,13 +89,7 @@ def factorise(
     >>> factorise(A, w, None).solve(torch.tensor([[4.0]]))
     tensor([[1.]])
     """
-    gram = A.gram(_floored(w))
-    if left_out is not None:
-        gram = gram.masked_fill(left_out.unsqueeze(-1) | left_out.unsqueeze(-2), 0)
-        gram = gram + torch.diag_embed(left_out.to(gram.dtype))
-    if A.sparse:
-        # Its equations were not looked at: keep those that others imply from running off.
-        gram.diagonal(dim1=-2, dim2=-1).mul_(1 + _lift(gram))
+    gram = _gram(A, w, left_out)
     triangle, info = torch.linalg.cholesky_ex(gram)
     if not bool(info.any()):
         return Factor(triangle, left_out, None)
@@ -104,6 +98,25 @@ def factorise(
     every = torch.ones_like(gram[..., 0]).index_copy(0, bad, scale)
     # In place: another memory layout would round the solves of the other samples differently.
     return Factor(triangle.index_copy_(0, bad, lifted), left_out, every)
+
+
+def factorise_unseen(
+    A: LinearMap, w: Float[Tensor, "N K"], left_out: Bool[Tensor, "*n I"] | None
+) -> tuple[Factor, Bool[Tensor, "N"]]:
+    """`factorise`, and where there is a factor: on a device nobody looks whether all have one."""
+    triangle, info = torch.linalg.cholesky_ex(_gram(A, w, left_out))
+    return Factor(triangle, left_out, None), info == 0
+
+
+def _gram(A: LinearMap, w: Tensor, left_out: Tensor | None) -> Tensor:
+    gram = A.gram(_floored(w))
+    if left_out is not None:
+        gram = gram.masked_fill(left_out.unsqueeze(-1) | left_out.unsqueeze(-2), 0)
+        gram = gram + torch.diag_embed(left_out.to(gram.dtype))
+    if A.sparse:
+        # Its equations were not looked at: keep those that others imply from running off.
+        gram.diagonal(dim1=-2, dim2=-1).mul_(1 + _lift(gram))
+    return gram
 
 
 def _factorise_singular(gram: Tensor) -> tuple[Tensor, Tensor]:
