@@ -48,9 +48,12 @@ lint: $(READY) ## 1 s | ruff: rules and formatting; the workflows against GitHub
 	@$(BIN)/ruff format --check .
 	@$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 
-types: $(READY) ## 10 s | pyright on src
+types: $(READY) ## 20 s | pyright on src, and on what users see of it
 	@echo "== pyright"
 	@$(BIN)/pyright
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/pyright --verifytypes taut --ignoreexternal > .venv/types.txt \
+		|| { cat .venv/types.txt; exit 1; }
+	@grep "completeness" .venv/types.txt
 
 tests: $(READY) ## 2 min | pytest: tests, docstrings and README (ARGS="-k name")
 	@echo "== pytest"

@@ -39,6 +39,13 @@ class ShardSampler(Sampler[int]):
     [1, 3, 5, 1]
     """
 
+    num_samples: int
+    rank: int
+    world_size: int
+    shuffle: bool
+    seed: int
+    epoch: int
+
     def __init__(
         self,
         data: Sized | int,

@@ -54,16 +54,16 @@ class Attach(Function):
     """Numbers already found, with their derivatives in the inputs of the problem."""
 
     @staticmethod
-    def forward(ctx: Any, problem: Problem, outcome: Outcome, *inputs: Tensor) -> tuple:
+    def forward(ctx: Any, problem: Problem, outcome: Outcome, *inputs: Tensor) -> tuple[Any, ...]:
         keep(ctx, problem, outcome.multipliers, outcome.u, outcome.status, inputs)
         return outcome.z, outcome.multipliers, outcome.u
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         return None, None, *pulled(ctx, grads, ctx.needs_input_grad[2:])
 
     @staticmethod
-    def jvp(ctx: Any, _kind: None, _outcome: None, *tangents: Tensor | None) -> tuple:
+    def jvp(ctx: Any, _kind: None, _outcome: None, *tangents: Tensor | None) -> tuple[Any, ...]:
         return pushed(ctx, tangents)
 
 
@@ -87,7 +87,7 @@ def keep(
     ctx.kind, ctx.prepared = type(problem), problem.prepared
 
 
-def pulled(ctx: Any, grads: tuple, needs: tuple) -> tuple:
+def pulled(ctx: Any, grads: tuple[Any, ...], needs: tuple[Any, ...]) -> tuple[Any, ...]:
     """The gradients in the inputs."""
     if grads[0] is grads[1] is grads[2] is None:  # `matched_loss` needs nothing from here
         return (None,) * len(needs)
@@ -99,7 +99,7 @@ def pulled(ctx: Any, grads: tuple, needs: tuple) -> tuple:
     return problem.pullback(multipliers, u, status, grads, needs)
 
 
-def pushed(ctx: Any, tangents: tuple) -> tuple:
+def pushed(ctx: Any, tangents: tuple[Any, ...]) -> tuple[Any, ...]:
     """The tangents of z, λ and u."""
     multipliers, u, status, *needed = ctx.saved_tensors
     problem = ctx.kind.restored(ctx.prepared, needed)
@@ -111,7 +111,7 @@ class Kind:
     """A problem without tensors, for a solve under transforms; what it prepared is kept here."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
+        self.problem: Problem = problem
 
     def over(self, *inputs: Tensor) -> Problem:
         """The problem of these tensors; A is looked at now, if it was not before."""
@@ -128,7 +128,9 @@ class Solve(Function):
     """The solve and its derivatives in one, for torch.func: nobody may look at numbers outside."""
 
     @staticmethod
-    def forward(kind: Kind, solver: Solver, fail: bool, start: Tensor | None, *inputs: Tensor):
+    def forward(
+        kind: Kind, solver: Solver, fail: bool, start: Tensor | None, *inputs: Tensor
+    ) -> tuple[Any, ...]:
         problem = kind.over(*inputs).started(start, *inputs)
         with torch.no_grad():
             outcome = solver.solve(problem)
@@ -140,22 +142,24 @@ class Solve(Function):
         return *found, outcome.residual, outcome.iterations, outcome.status
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         kind, _, _, _, *given = inputs
         _, multipliers, u, *others = output
         ctx.mark_non_differentiable(*others)
         keep(ctx, kind.problem, multipliers, u, others[2], given)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple:
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         return None, None, None, None, *pulled(ctx, grads[:3], ctx.needs_input_grad[4:])
 
     @staticmethod
-    def jvp(ctx: Any, _kind: Any, _solver: Any, _fail: Any, _start: Any, *tangents: Any) -> tuple:
+    def jvp(
+        ctx: Any, _kind: Any, _solver: Any, _fail: Any, _start: Any, *tangents: Any
+    ) -> tuple[Any, ...]:
         return *pushed(ctx, tangents), None, None, None
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, ...]:
         """A batch of batches is a batch: the mapped dimension joins N."""
         kind, solver, fail, start, *inputs = args
         size, dims = info.batch_size, in_dims[4:]

@@ -1,6 +1,7 @@
 """How the matched loss gets its derivatives: by the envelope theorem, whatever the constraint."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -49,7 +50,7 @@ class Matched(torch.autograd.Function):
         return loss if complete else torch.where(learnable(status), loss, 0)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         kind, ctx.complete, found, y, *solved = inputs[:8]
         found, given = found or solved, inputs[8:]
         # v only where it is needed: it may be written to before the backward pass.
@@ -59,7 +60,7 @@ class Matched(torch.autograd.Function):
         ctx.kind, ctx.prepared = type(kind), kind.prepared
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         y, v, z, multipliers, u, status, *needed = ctx.saved_tensors
         if torch.is_autocast_enabled(u.device.type):
             with torch.autocast(u.device.type, enabled=False):
@@ -108,8 +109,13 @@ class Matched(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple, kind: Problem, complete: bool, found: None, *tensors: Tensor
-    ) -> tuple:
+        info: Any,
+        in_dims: tuple[Any, ...],
+        kind: Problem,
+        complete: bool,
+        found: None,
+        *tensors: Tensor,
+    ) -> tuple[Any, ...]:
         """A batch of batches is a batch: the mapped dimension joins N."""
         size, own, inputs = info.batch_size, tensors[:5], tensors[5:]
         joined, inputs = kind.joined(inputs, in_dims[8:], size)
@@ -118,7 +124,7 @@ class Matched(torch.autograd.Function):
         return loss.unflatten(0, (size, -1)), 0
 
 
-matched = direct(Matched)
+matched: Callable[..., Any] = direct(Matched)
 
 
 def _slow_loss(

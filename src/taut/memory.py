@@ -28,6 +28,9 @@ class LagrangeMemory:
 
     multipliers: Float[Tensor, "samples constraints"]
     """The table: a row for each sample, or for each of those of this rank."""
+    num_samples: int
+    rank: int
+    world_size: int
 
     def __init__(
         self, num_samples: int, num_constraints: int, *, rank: int = 0, world_size: int = 1

@@ -95,7 +95,7 @@ class Projection(nn.Module):
                 self.register_parameter(name, given[name])
             else:
                 self.register_buffer(name, given[name])
-        self.activation = resolve(activation)
+        self.activation: Activation = resolve(activation)
         self.solver = solver
         self.on_failure: OnFailure = on_failure
         self._prepared: Prepared | None = None
@@ -269,7 +269,7 @@ class Projection(nn.Module):
             self._prepared = before
         return before
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_prepared": None}
 
     def extra_repr(self) -> str:
@@ -347,12 +347,12 @@ class LagrangeHead(nn.Module):
             )
         self.register_buffer("A", A.detach().clone())
         self.register_buffer("G", None if G is None else G.detach().clone())
-        self.activation = resolve(activation)
+        self.activation: Activation = resolve(activation)
         rows, columns = A.shape
-        self.linear = nn.Linear(in_features, columns).to(A.dtype)
-        self.lagrange = nn.Linear(in_features, rows).to(A.dtype)
+        self.linear: nn.Linear = nn.Linear(in_features, columns).to(A.dtype)
+        self.lagrange: nn.Linear = nn.Linear(in_features, rows).to(A.dtype)
         if G is not None:
-            self.signed = _Signed(in_features, G, lower, upper)
+            self.signed: _Signed = _Signed(in_features, G, lower, upper)
 
     def forward(
         self, x: Float[Tensor, "*batch J"]
@@ -389,7 +389,7 @@ class _Signed(nn.Module):
         if not bool((sides[0] | sides[1]).any()):
             raise ValueError("G without a side constrains nothing: pass lower, upper, or both.")
         self.register_buffer("sides", torch.stack(sides).to(G))
-        self.units = nn.Linear(in_features, 2 * rows).to(G.dtype)
+        self.units: nn.Linear = nn.Linear(in_features, 2 * rows).to(G.dtype)
         nn.init.constant_(self.units.bias, -4.0)
 
     def forward(self, x: Float[Tensor, "*batch J"]) -> Float[Tensor, "*batch M"]:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import final
+from typing import Any, final
 
 import torch
 from jaxtyping import Float, Int
@@ -143,7 +143,7 @@ class SolveError(RuntimeError):
         self.residual = residual
         """That of the `Solution` which could not be returned."""
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.args[0], self.status, self.residual)
 
 

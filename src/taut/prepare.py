@@ -1,9 +1,10 @@
 """What is fixed, looked at once: A, σ, and the backend for them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from jaxtyping import Float
@@ -18,7 +19,7 @@ from taut.backends import Backend, Torch, backend_for, backend_within, pull_stab
 from taut.held import Reach, reach
 from taut.maps import LinearMap, as_map, stacked
 from taut.problems.surface import Equations
-from taut.systems import wide
+from taut.systems import Pulled, wide
 
 
 @final
@@ -45,7 +46,7 @@ class Prepared:
     alone: "Prepared | None" = None  # A by itself, where there is more: G, bounds, h
     h: Equations | None = None  # h(z, *params) = 0
 
-    pull_stably = staticmethod(pull_stably)
+    pull_stably: ClassVar[Callable[..., Pulled]] = staticmethod(pull_stably)
 
     @cached_property
     def line(self) -> bool:
@@ -129,7 +130,7 @@ class Prepared:
             return False
         return self.A._version + (0 if self.G is None else self.G._version) != self.version
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         if self.alone is not None and self.G is self.h is None:
             return attrgetter("bounded"), (self.alone,)
         return partial(prepare, G=self.G, h=self.h), (self.A, self.activation)
@@ -147,7 +148,7 @@ class Unprepared:
     finite: bool = False
     backend: Backend = field(default_factory=Torch)
 
-    pull_stably = staticmethod(pull_stably)
+    pull_stably: ClassVar[Callable[..., Pulled]] = staticmethod(pull_stably)
 
     @cached_property
     def line(self) -> bool:

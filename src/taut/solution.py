@@ -118,7 +118,7 @@ class Solution:
         remark = remarks(self._problem, self._outcome)
         return explain(self.status, self.residual, remark, self._problem.statement)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         return Solution, (self._problem, self._outcome, self.status.shape)
 
     def __repr__(self) -> str:

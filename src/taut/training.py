@@ -95,7 +95,7 @@ class _Trained(Function):
         return found.loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         g = grads[0].unsqueeze(-1) if grads[0].ndim else grads[0]
         if not torch.is_grad_enabled():
             return None, None, None, ctx.found.dv * g, None, None, None

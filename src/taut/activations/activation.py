@@ -26,13 +26,13 @@ class _Pointwise(torch.autograd.Function):
         return f(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.save_for_backward(inputs[0])
         ctx.save_for_forward(inputs[0])
         ctx.derivative = inputs[2]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         (x,) = ctx.saved_tensors
         return grads[0] * ctx.derivative(x), None, None
 
@@ -43,8 +43,8 @@ class _Pointwise(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple, x: Tensor, f: Elementwise, derivative: Elementwise
-    ) -> tuple:
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, f: Elementwise, derivative: Elementwise
+    ) -> tuple[Any, ...]:
         # Parameters belong to the last dimension, so the mapped one goes to the front.
         return _Pointwise.apply(x.movedim(in_dims[0], 0), f, derivative), 0
 

@@ -79,7 +79,7 @@ def _half_square(u: Tensor) -> Tensor:
     return 0.5 * u.square()
 
 
-exp = Activation(
+exp: Activation = Activation(
     name="exp",
     sigma=torch.exp,
     slope=torch.exp,
@@ -90,7 +90,7 @@ exp = Activation(
     _written=written("exp"),
 )
 """eᵘ, in (0, ∞). Its loss is that of Poisson counts, and with Σz = 1 cross-entropy."""
-sigmoid = Activation(
+sigmoid: Activation = Activation(
     name="sigmoid",
     sigma=_sigmoid,
     slope=_sigmoid_slope,
@@ -101,7 +101,7 @@ sigmoid = Activation(
     _written=written("sigmoid"),
 )
 """1/(1 + e⁻ᵘ), in (0, 1). Its loss is binary cross-entropy."""
-tanh = Activation(
+tanh: Activation = Activation(
     name="tanh",
     sigma=torch.tanh,
     slope=_tanh_slope,
@@ -112,7 +112,7 @@ tanh = Activation(
     _written=written("tanh"),
 )
 """tanh u, in (−1, 1). Its loss is binary cross-entropy on ±1."""
-linear = Activation(
+linear: Activation = Activation(
     name="linear",
     sigma=_identity,
     slope=torch.ones_like,

@@ -145,7 +145,7 @@ def _posed(
     return Inequalities(known, v, C, low, high, bounds, equations, start), batch
 
 
-def settings_of(solver: Newton, fail: bool) -> tuple:
+def settings_of(solver: Newton, fail: bool) -> tuple[Any, ...]:
     """A solver as an op takes it."""
     return solver.tol, solver.max_iterations, _NAMES[solver.dtype], fail
 
@@ -157,12 +157,12 @@ def matched_loss(solution: Solution, y: Tensor) -> Tensor:
     return torch.ops.taut.matched_loss(*arguments(solution), *found, y)[0]
 
 
-def arguments(solution: Solution) -> tuple:
+def arguments(solution: Solution) -> tuple[Any, ...]:
     """What each op on this solution begins with."""
     return settings(solution._problem)
 
 
-def settings(problem: Any) -> tuple:
+def settings(problem: Any) -> tuple[Any, ...]:
     """What each op begins with: σ, how many rows are A's, the inputs of the problem."""
     written, rows = problem.prepared.activation._written, problem.inputs[2].shape[-1]
     if isinstance(problem, Linear):

@@ -2,7 +2,7 @@
 
 import threading
 from collections import OrderedDict
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -36,9 +36,15 @@ class Memo:
     True
     """
 
+    entries: int
+    numbers: int
+
     def __init__(self, entries: int, numbers: int) -> None:
         self.entries, self.numbers = entries, numbers
-        self._lock, self._known = threading.Lock(), OrderedDict[tuple, tuple[_Entry, ...]]()
+        self._lock, self._known = (
+            threading.Lock(),
+            OrderedDict[tuple[Any, ...], tuple[_Entry, ...]](),
+        )
 
     def __len__(self) -> int:
         return sum(map(len, self._known.values()))

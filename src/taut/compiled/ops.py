@@ -18,7 +18,11 @@ from taut.problems import Inequalities, Linear, Problem
 from taut.remarks import remarks
 from taut.solvers import Newton
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "": None}
+DTYPES: dict[str, torch.dtype | None] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "": None,
+}
 MEMO = Memo(entries=64, numbers=2**23)
 
 
@@ -141,7 +145,7 @@ def _shape_of_loss(*args: Any) -> tuple[Tensor, ...]:
     return v.new_empty(v.shape[0]), v.new_empty(v.shape), v.new_empty(v.shape[0], C.shape[-2])
 
 
-def _keep(ctx: Any, inputs: tuple, found: tuple, v: Tensor | None) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], found: tuple[Any, ...], v: Tensor | None) -> None:
     text, numbers, equations, _, C, lower, upper, *bounds = inputs[:9]
     lower = None if upper is None else lower  # no derivative reads b
     ctx.save_for_backward(numbers, v, C, lower, upper, *bounds, *found)
@@ -157,13 +161,13 @@ def _kept(ctx: Any, multipliers: int) -> tuple[tuple, tuple]:
     return (text, numbers, equations, v, C, lower, *sides), found
 
 
-def _setup_solve(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _setup_solve(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[3:])
     _keep(ctx, inputs, (output[1], output[2], output[5]), None)
 
 
-def _backward_of_solve(ctx: Any, *grads: Any) -> tuple:
+def _backward_of_solve(ctx: Any, *grads: Any) -> tuple[Any, ...]:
     if grads[0] is grads[1] is grads[2] is None:  # the matched loss needs nothing from here
         return (None,) * 14
     own, found = _kept(ctx, 0)
@@ -172,7 +176,7 @@ def _backward_of_solve(ctx: Any, *grads: Any) -> tuple:
     return None, None, None, *(next(dx) if needed else None for needed in needs), *(None,) * 5
 
 
-def _setup_matched_loss(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _setup_matched_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[1])
     needs = ctx.needs_input_grad
@@ -183,7 +187,7 @@ def _setup_matched_loss(ctx: Any, inputs: tuple, output: tuple) -> None:
         _keep(ctx, inputs, inputs[9:], inputs[3] if needs[13] else None)
 
 
-def _backward_of_matched_loss(ctx: Any, g: Tensor | None, *_: Any) -> tuple:
+def _backward_of_matched_loss(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if g is None:
         return (None,) * 14
     if ctx.only:
@@ -195,7 +199,7 @@ def _backward_of_matched_loss(ctx: Any, g: Tensor | None, *_: Any) -> tuple:
     return None, None, None, *others, None, None, None, None, dy
 
 
-def _setup_loss(ctx: Any, inputs: tuple, output: tuple) -> None:
+def _setup_loss(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     if any(needed for i, needed in enumerate(ctx.needs_input_grad) if i != 3):
         raise RuntimeError("taut::loss has a gradient in v only: take taut::matched_loss.")
     ctx.set_materialize_grads(False)
@@ -203,12 +207,12 @@ def _setup_loss(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.save_for_backward(output[1])
 
 
-def _backward_of_loss(ctx: Any, g: Tensor | None, *_: Any) -> tuple:
+def _backward_of_loss(ctx: Any, g: Tensor | None, *_: Any) -> tuple[Any, ...]:
     dv = None if g is None else g.unsqueeze(-1) * ctx.saved_tensors[0]
     return None, None, None, dv, *(None,) * 11
 
 
-def _joined(info: Any, dims: tuple, args: tuple, spread: bool = False) -> list:
+def _joined(info: Any, dims: tuple[Any, ...], args: tuple[Any, ...], spread: bool = False) -> list:
     """A batch of batches is a batch: the mapped dimension joins N.
 
     With `spread` a C for all samples becomes one for each, so that its gradients stay apart.
@@ -230,16 +234,16 @@ def _apart(size: int, found: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(x.unflatten(0, (size, x.shape[0] // size)) for x in found)
 
 
-def _vmap_solve(info: Any, dims: tuple, *args: Any) -> tuple:
+def _vmap_solve(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, ...]:
     found = _apart(info.batch_size, torch.ops.taut.solve(*_joined(info, dims, args)))
     return found, (0,) * len(found)
 
 
-def _vmap_loss(info: Any, dims: tuple, *args: Any) -> tuple:
+def _vmap_loss(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, ...]:
     return _apart(info.batch_size, torch.ops.taut.loss(*_joined(info, dims, args))), (0, 0, 0)
 
 
-def _vmap_matched_loss(info: Any, dims: tuple, *args: Any) -> tuple:
+def _vmap_matched_loss(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, ...]:
     found = torch.ops.taut.matched_loss(*_joined(info, dims, args))
     return _apart(info.batch_size, found), (0, 0)
 
@@ -247,7 +251,7 @@ def _vmap_matched_loss(info: Any, dims: tuple, *args: Any) -> tuple:
 def _vmap_backward(name: str, first: int) -> Any:
     """The rule of an op whose gradients begin with those of so many others."""
 
-    def rule(info: Any, dims: tuple, *args: Any) -> tuple:
+    def rule(info: Any, dims: tuple[Any, ...], *args: Any) -> tuple[Any, ...]:
         needs = args[-1]
         joined = _joined(info, dims, args, spread=needs[first + 1])
         found = list(_apart(info.batch_size, getattr(torch.ops.taut, name)(*joined)))

@@ -80,14 +80,14 @@ class _Product(torch.autograd.Function):
         return found.reshape(*x.shape[:-1], found.shape[-1]).contiguous()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         values, x, ctx.pattern, ctx.transpose = inputs
         ctx.kind = inputs[2:]
         ctx.save_for_backward(values, x)
         ctx.save_for_forward(values, x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         values, x = ctx.saved_tensors
         (g,) = grads
         dvalues = dx = None
@@ -107,7 +107,9 @@ class _Product(torch.autograd.Function):
         return cast(Tensor, moved) + cast(Tensor, _Product.apply(values, dx, *ctx.kind))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, values: Tensor, x: Tensor, *rest: Any) -> tuple:
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], values: Tensor, x: Tensor, *rest: Any
+    ) -> tuple[Any, ...]:
         if in_dims[0] is not None:
             raise NotImplementedError(
                 "vmap over a sparse A: map over v and b, or give a dense A for each sample."

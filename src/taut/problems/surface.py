@@ -121,7 +121,7 @@ class Patch:
         return again
 
 
-def _vectors(y: Tensor, z: Tensor, again: Callable[..., Any], given: tuple) -> Tensor:
+def _vectors(y: Tensor, z: Tensor, again: Callable[..., Any], given: tuple[Any, ...]) -> Tensor:
     """dy/dz, sample by sample: (N, m, K)."""
     n, m = y.shape
     eye = torch.eye(m, dtype=y.dtype, device=y.device).unsqueeze(1).expand(m, n, m)
@@ -151,7 +151,7 @@ class Seconds:
 
     def __init__(self) -> None:
         self.found: Tensor | None = None
-        self.useless = False
+        self.useless: bool = False
 
     def curvature(self, patch: Patch, gradient: Tensor, multipliers: Tensor) -> Tensor | None:
         """S; None where it has to be worked out for each sample."""

@@ -6,7 +6,7 @@ Each factorisation serves two steps. A sample that does not contract is handed o
 speed alone.
 """
 
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float
@@ -73,7 +73,12 @@ def contract(curve: Curve, u: Tensor, multipliers: Tensor, rounds: int) -> Attem
 
 
 def _stepped(
-    curve: Curve, saddle: Saddle, local: tuple, u: Tensor, multipliers: Tensor, size: Tensor
+    curve: Curve,
+    saddle: Saddle,
+    local: tuple[Any, ...],
+    u: Tensor,
+    multipliers: Tensor,
+    size: Tensor,
 ) -> _Round:
     """One step: H y − J̃ᵀdλ = r∘(v − u + Jᵀλ), J̃ y = −c, and u = v + Jᵀλ + S(r∘y) after it."""
     c, J, r = local
@@ -90,7 +95,7 @@ def _stepped(
     return _Round(u, multipliers, now, error, good)
 
 
-def _chord(curve: Curve, saddle: Saddle, local: tuple, now: _Round) -> _Round:
+def _chord(curve: Curve, saddle: Saddle, local: tuple[Any, ...], now: _Round) -> _Round:
     """A second step with the same factor: it needs c and Jᵀλ at the new z, no J."""
     J, r = local
     u, multipliers, size, error, good = now

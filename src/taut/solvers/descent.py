@@ -1,7 +1,7 @@
 """The paper's solver: gradient descent on λ, keyed to the text of its section 4."""
 
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -56,7 +56,7 @@ class GradientDescent(Solver):
         task, start, finite = enter(problem, self.dtype or problem.v.dtype)
         return leave(problem, task, finite, self._descend(task, start, problem.group))
 
-    def _descend(self, task: Task, init: Tensor, group: int) -> tuple:
+    def _descend(self, task: Task, init: Tensor, group: int) -> tuple[Any, ...]:
         """λ, u, z, iterations and status of every sample."""
         size = max(1, group)
         groups = len(task.v) // size
@@ -101,7 +101,7 @@ class GradientDescent(Solver):
         multipliers[still] = point[running.repeat_interleave(size)]
         return self._judged(task, multipliers, iterations.repeat_interleave(size))
 
-    def _judged(self, task: Task, multipliers: Tensor, iterations: Tensor) -> tuple:
+    def _judged(self, task: Task, multipliers: Tensor, iterations: Tensor) -> tuple[Any, ...]:
         u = task.A.shifted_adjoint(task.v, multipliers)
         z = task.activation.sigma(u)
         level = relative(task.residual(z), task.rounding_scale(u, z))

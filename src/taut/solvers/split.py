@@ -4,7 +4,7 @@ Clipping is exact and needs no place in Newton's system: a box of K rows costs n
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from jaxtyping import Float, Int
@@ -90,7 +90,7 @@ class Split:
         multipliers = self._joined(part.multipliers, own, sides)
         return part._replace(multipliers=multipliers, u=u + pull, r=sides.C.apply(z))
 
-    def proof(self, sides: Sides, box: Box, multipliers: Tensor, beyond: tuple) -> Tensor:
+    def proof(self, sides: Sides, box: Box, multipliers: Tensor, beyond: tuple[Any, ...]) -> Tensor:
         """A proof with the bounds of z as rows: each takes away what Cᵀν has at its output.
 
         `beyond` says which outputs have a floor above all they may be, or such a ceiling.

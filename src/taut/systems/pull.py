@@ -127,7 +127,7 @@ class _Pull(torch.autograd.Function):
         A: LinearMap,
         known: Known,
         whole: bool,
-    ) -> tuple:
+    ) -> tuple[Any, ...]:
         A = A.over(data)
         basis = known.basis_of(A)
         left_out = basis.left_out
@@ -141,13 +141,13 @@ class _Pull(torch.autograd.Function):
         return x, basis.outward(s if scale is None else scale * s), t
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         w, data, _, _, _, mask, ctx.map, ctx.known, _ = inputs
         ctx.save_for_backward(w, data, mask, *output)
         ctx.save_for_forward(w, data, mask, *output)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         w, data, mask, x, s, t = ctx.saved_tensors
         A = ctx.map.over(data)
         c_x, c_s, c_t = grads
@@ -156,7 +156,9 @@ class _Pull(torch.autograd.Function):
         return t * again.t, dA, again.x, again.t, -again.s, None, None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, dw: Any, dA: Any, dg_z: Any, dg_u: Any, dg_ν: Any, *_: Any) -> tuple:
+    def jvp(
+        ctx: Any, dw: Any, dA: Any, dg_z: Any, dg_u: Any, dg_ν: Any, *_: Any
+    ) -> tuple[Any, ...]:
         w, data, mask, x, s, t = ctx.saved_tensors
         dg_z = torch.zeros_like(x) if dg_z is None else dg_z
         dg_u = torch.zeros_like(x) if dg_u is None else dg_u
@@ -169,7 +171,9 @@ class _Pull(torch.autograd.Function):
         return tuple(pull(w, ctx.map.over(data), mask, dg_z, dg_u, dg_ν, ctx.known, True))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, w: Tensor, data: Tensor, *rest: Any) -> tuple:
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], w: Tensor, data: Tensor, *rest: Any
+    ) -> tuple[Any, ...]:
         """A batch of batches is a batch: the mapped dimension joins N."""
         (*grads, mask, A, known, whole), size = rest, info.batch_size
         w = lead(w, in_dims[0], size)

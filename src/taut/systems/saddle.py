@@ -180,18 +180,18 @@ class _Symmetric(Function):
         return (_solved(T, rhs),)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
         ctx.save_for_backward(inputs[0], output[0])
         ctx.save_for_forward(inputs[0], output[0])
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         T, x = ctx.saved_tensors
         (s,) = cast(Any, apply_mapped(_Symmetric, T, grads[0]))
         return -s.unsqueeze(-1) * x.unsqueeze(-2), s
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple:
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Any, ...]:
         T, x = ctx.saved_tensors
         dT, rhs = tangents
         moved = torch.zeros_like(x) if rhs is None else rhs
@@ -200,7 +200,7 @@ class _Symmetric(Function):
         return tuple(cast(Any, apply_mapped(_Symmetric, T, moved)))
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple, T: Tensor, rhs: Tensor) -> tuple:
+    def vmap(info: Any, in_dims: tuple[Any, ...], T: Tensor, rhs: Tensor) -> tuple[Any, ...]:
         """A batch of batches is a batch: the mapped dimension joins N."""
         given = (lead(x, d, info.batch_size) for x, d in zip((T, rhs), in_dims, strict=True))
         return tuple(cast(Any, _Symmetric.apply(*given))), (0,)

@@ -27,10 +27,10 @@ class Students(nn.Module):
             for stack, tensor in zip(layers, drawn, strict=True):
                 stack.append(tensor)
         weight1, bias1, weight2, bias2 = (torch.stack(stack).to(dtype) for stack in layers)
-        self.weight1 = nn.Parameter(weight1.mT.contiguous())
-        self.bias1 = nn.Parameter(bias1.unsqueeze(1))
-        self.weight2 = nn.Parameter(weight2.mT.contiguous())
-        self.bias2 = nn.Parameter(bias2.unsqueeze(1))
+        self.weight1: nn.Parameter = nn.Parameter(weight1.mT.contiguous())
+        self.bias1: nn.Parameter = nn.Parameter(bias1.unsqueeze(1))
+        self.weight2: nn.Parameter = nn.Parameter(weight2.mT.contiguous())
+        self.bias2: nn.Parameter = nn.Parameter(bias2.unsqueeze(1))
 
     def forward(self, x: Float[Tensor, "runs batch 2"]) -> Float[Tensor, "runs batch 10"]:
         # taut's own sigmoid, because the bits of torch's depend on an element's place in the

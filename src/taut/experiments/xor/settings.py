@@ -9,7 +9,10 @@ import torch
 from taut.solvers import GradientDescent, Newton, Solver
 
 INPUTS = ("uniform", "normal", "corners")
-OPTIMIZERS = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+OPTIMIZERS: dict[str, type[torch.optim.Adam | torch.optim.SGD]] = {
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 _SEED_LIMIT, _RUN_LIMIT = 10**9, 10**6
