@@ -225,6 +225,22 @@ def test_what_a_graph_cannot_carry(name):
         torch.export.export(layer, (v, b))
 
 
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_a_sparse_matrix_breaks_the_graph(layout):
+    """Around each call that is given one; with fullgraph it is an error."""
+    v, A, b = problem(n=3, I=2, K=9, matrix=patchy, size=1.0, seed=3)
+    sparse = getattr(A, layout)()
+
+    def both(v, sparse):
+        v = 2 * v
+        return project(v, sparse, b, activation="tanh", on_failure="return").z + 1
+
+    torch.compiler.reset()
+    assert_close(torch.compile(both, backend="eager")(v, sparse), both(v, A), rtol=0, atol=1e-12)
+    with pytest.raises(Exception, match=r"sparse Tensor|`disable`"):
+        compiled(both)(v, sparse)
+
+
 # torch.export
 
 
@@ -254,6 +270,18 @@ print("as before")
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "as before", done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch of itself
+def test_an_exported_model_by_aot_inductor(tmp_path):
+    model, x = Network("sigmoid"), torch.randn(7, 3)
+    sizes = {"x": {0: torch.export.Dim.DYNAMIC}}
+    program = torch.export.export(model, (x[:4],), dynamic_shapes=sizes)
+    file = str(tmp_path / "model.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=file)
+    with torch.no_grad():
+        assert_close(torch._inductor.aoti_load_package(file)(x), model(x), rtol=0, atol=1e-14)
 
 
 # The document

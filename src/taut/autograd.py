@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame  # pyright: ignore
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
@@ -172,6 +173,18 @@ def uncompiled(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
         raise NotImplementedError(f"this solve cannot be exported: {reason}")
     # Not a decorator: it loads the whole compiler, which nobody needs before one is at work.
     return torch.compiler.disable(function)
+
+
+def followed() -> bool:
+    """Does torch.compile look at each function that is called from here?
+
+    It does so between its graphs too, where `torch.compiler.is_compiling()` says no.
+
+    >>> followed()
+    False
+    """
+    # In this order: this very function may be looked at.
+    return torch.compiler.is_compiling() or eval_frame.get_eval_frame_callback() is not None
 
 
 def outside_inference() -> AbstractContextManager[Any]:

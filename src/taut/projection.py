@@ -11,7 +11,7 @@ from torch import Tensor
 from taut import compiled
 from taut.accept import Numbers, as_floating, check_h
 from taut.activations import Activation, resolve
-from taut.autograd import is_transformed, recording, transforming
+from taut.autograd import followed, is_transformed, recording, transforming
 from taut.implicit import solve
 from taut.maps import as_map, stacked
 from taut.outcome import failure
@@ -84,7 +84,7 @@ def project(
     >>> taut.project(torch.tensor([3.0, 4.0]), h=circle, params=(torch.ones(1),)).z
     tensor([0.6000, 0.8000])
     """
-    if torch.compiler.is_compiling() or recording():
+    if torch.compiler.is_compiling() or recording() or _unfit(A, G):
         check_settings(solver, on_failure)
         options = {"activation": activation, "solver": solver, "init": init, "h": h}
         sides = {"G": G, "lower": lower, "upper": upper, "params": params}
@@ -305,6 +305,12 @@ def projected(
     if on_failure == "raise" and outcome.failed > 0:
         raise failure(solution.status, solution.residual, remarks(problem, outcome))
     return solution
+
+
+def _unfit(A: Any, G: Any) -> bool:
+    """Is a matrix sparse, and a compiler looking on, which would fail somewhere in between?"""
+    layouts = {getattr(x, "layout", torch.strided) for x in (A, G)}
+    return layouts != {torch.strided} and followed()
 
 
 def check_settings(solver: Any, on_failure: Any) -> None:
