@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._inductor import aoti_compile_and_package, aoti_load_package
 from torch.testing import assert_close
 
 import taut
@@ -279,9 +280,9 @@ def test_an_exported_model_by_aot_inductor(tmp_path):
     sizes = {"x": {0: torch.export.Dim.DYNAMIC}}
     program = torch.export.export(model, (x[:4],), dynamic_shapes=sizes)
     file = str(tmp_path / "model.pt2")
-    torch._inductor.aoti_compile_and_package(program, package_path=file)
+    aoti_compile_and_package(program, package_path=file)
     with torch.no_grad():
-        assert_close(torch._inductor.aoti_load_package(file)(x), model(x), rtol=0, atol=1e-14)
+        assert_close(aoti_load_package(file)(x), model(x), rtol=0, atol=1e-14)
 
 
 # The document

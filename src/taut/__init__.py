@@ -17,4 +17,4 @@ from taut.projection import project as project, reconcile as reconcile
 from taut.solution import Solution as Solution
 from taut.solvers import GradientDescent as GradientDescent, Newton as Newton, Solver as Solver
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

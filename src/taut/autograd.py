@@ -138,7 +138,7 @@ def differentiated(op: Callable[..., Any], setup: Any, backward: Any) -> Callabl
     made = type("Op", (Function,), {name: staticmethod(f) for name, f in methods.items()})
 
     def kernel(*args: Any) -> Any:
-        asked = torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+        asked = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in args)
         if not (asked or forward_mode()):
             return op(*args)
         if not transforming():
