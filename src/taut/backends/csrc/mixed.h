@@ -8,7 +8,7 @@
 #include "single.h"
 
 #define FEW 16          /* with fewer equations a factor costs less than it saves */
-#define SPREAD 0.3f     /* K Σw²/(Σw)² − 1 up to which slopes are even */
+#define SPREAD 0.4f     /* K Σw²/(Σw)² − 1 up to which slopes are even */
 #define LONGEST 3.0f    /* u moves no further in a step */
 #define TOGETHER 4      /* steps until samples, if they want it, have another factor: all at once */
 #define FACTORS 8.0f    /* of a sample, at most */
