@@ -61,6 +61,11 @@ def fuzz(options: argparse.Namespace, console: Console) -> Tally:
         with contextlib.closing(blocks), contextlib.suppress(KeyboardInterrupt):
             for part in blocks:
                 tally.merge(part)
+                for failure in part.failures:  # at once: a long run can be stopped, and mended
+                    place = f"block {failure.block}, row {failure.row}"
+                    console.print(
+                        f"FAILED: {failure.check} ({place}: {failure.about})", markup=False
+                    )
                 spent = time.monotonic() - began
                 text = f"fuzz: {tally.checks.total()} failed" if tally.checks else "fuzz"
                 rate = tally.rows / spent

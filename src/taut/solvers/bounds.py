@@ -165,10 +165,17 @@ def _undecided(problem: Inequalities, sides: Sides, finite: Tensor) -> Outcome:
     infeasible = torch.full_like(outcome.status, int(Status.INFEASIBLE))
     status = infeasible.where(finite, int(Status.NONFINITE))
     z = sides.clip(problem.prepared.activation.sigma(sides.v)).to(problem.v.dtype)
-    top = torch.finfo(z.dtype).max  # of σ(v) that overflows
-    z = torch.where(finite.unsqueeze(-1), z.clamp(-top, top), z)
+    z = torch.where(finite.unsqueeze(-1), _limited(sides, z), z)
     residual = problem.largest_violation(z)
     return replace(outcome, z=z, u=problem.v.clone(), residual=residual, status=status)
+
+
+def _limited(sides: Sides, z: Float[Tensor, "n K"]) -> Float[Tensor, "n K"]:
+    """z of samples without a solution, where it has overflowed: so that C z can be computed."""
+    size = sides.C.abs().apply(torch.ones_like(sides.v))
+    size = size.amax(-1, keepdim=True).clamp_min(1) if size.shape[-1] else torch.ones_like(z[:, :1])
+    top = (0.25 * torch.finfo(z.dtype).max / size).to(z.dtype)
+    return torch.minimum(torch.maximum(z.nan_to_num(0.0), -top), top)
 
 
 def _near(sides: Sides, start: Tensor) -> Tensor:
@@ -273,8 +280,7 @@ def _outcome(
     fits = fits & sides.C.abs().apply(solved.point.z.abs()).to(dtype).isfinite().all(-1)
     # A proof does not depend on how far z got.
     refuted = (status == Status.INFEASIBLE) & multipliers.isfinite().all(-1)
-    top = torch.finfo(dtype).max
-    z = torch.where(refuted.unsqueeze(-1), z.nan_to_num(0.0).clamp(-top, top), z)
+    z = torch.where(refuted.unsqueeze(-1), _limited(sides, z), z)
     status = status.where(fits | refuted, int(Status.NONFINITE))
     residual = problem.largest_violation(z)
     failed = int((status != Status.CONVERGED).sum())

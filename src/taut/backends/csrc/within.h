@@ -96,7 +96,7 @@ PART mask begin(const Plan *p, const Within *s, Sides *x, int64_t first, mask *o
 
 /* z −= W C_Fᵀ H⁻¹s_F where `which`, if that is better: `_corrected` of solvers/sides.py. C z is kept
  * up. */
-PART void correct(const Plan *p, const Within *s, Sides *x, mask which) {
+PART void correct(const Plan *p, const Within *s, Sides *x, mask which, double room) {
     lanes before = all(0.0), after = all(0.0), sum[TILE];
     mask dependent;
     for (int64_t i = 0; i < p->rows; i++) {
@@ -115,7 +115,7 @@ PART void correct(const Plan *p, const Within *s, Sides *x, mask which) {
             lanes size = absolute(x->v[k + t]);
             for (int64_t i = 0; i < p->kept; i++)
                 size += p->absolute[i * p->outputs + k + t] * absolute(x->nu[i]);
-            inside &= absolute(sum[t]) <= 32.0 * EPS * size; /* else it is a step, and z not σ(u) */
+            inside &= absolute(sum[t]) <= room * EPS * size; /* else it is a step, and z not σ(u) */
             x->y[k + t] = x->z[k + t] - x->w[k + t] * sum[t];
         }
     }
@@ -137,7 +137,7 @@ PART void correct(const Plan *p, const Within *s, Sides *x, mask which) {
 /* Corrections, up to three, until every row keeps the rule: `refined` of solvers/sides.py */
 PART void refine(const Plan *p, const Within *s, Sides *x, mask which) {
     for (int time = 0; time < 3 && any(which); time++) {
-        correct(p, s, x, which);
+        correct(p, s, x, which, time ? 2.0 : 28.0);
         which &= ~keeps(p, x, s->rules->rough, 0);
     }
 }
