@@ -268,6 +268,15 @@ def test_corrections_of_z_are_within_the_rounding_of_u(seed, number):
     assert not any(mask.any() for mask in failed.values())
 
 
+@pytest.mark.parametrize("sample", [183, 229])
+def test_the_multiplier_of_a_row_between_outputs_that_stand_still_does_not_run_away(sample):
+    """They have equal bounds, which satisfy the equation; beside it are others to be solved."""
+    block = make_within(31, 264, 1024)
+    found = block.project(block.one(sample))
+    assert found.converged.all()
+    assert (found.multipliers.abs() < 100).all()
+
+
 @pytest.mark.parametrize(("number", "sample"), [(188, 765), (198, 958)])
 def test_a_sample_without_a_solution_has_a_residual(number, sample):
     """Also where σ(v) overflows."""

@@ -170,6 +170,20 @@ def _undecided(problem: Inequalities, sides: Sides, finite: Tensor) -> Outcome:
     return replace(outcome, z=z, u=problem.v.clone(), residual=residual, status=status)
 
 
+def _without_idle(
+    sides: Sides, multipliers: Tensor, u: Tensor, done: Bool[Tensor, "n"]
+) -> tuple[Tensor, Tensor]:
+    """A row whose outputs all stand still, held or between equal bounds, has nothing to push."""
+    if sides.floor is None or sides.ceiling is None:
+        return multipliers, u
+    free = (sides.floor < sides.ceiling).to(u.dtype)
+    pushes = sides.C.over((sides.C.data != 0).to(u.dtype)).apply(free) > 0
+    idle = ~pushes & (multipliers != 0) & done.unsqueeze(-1)
+    multipliers = multipliers.masked_fill(idle, 0)
+    moved = idle.any(-1, keepdim=True)
+    return multipliers, torch.where(moved, sides.C.shifted_adjoint(sides.v, multipliers), u)
+
+
 def _limited(sides: Sides, z: Float[Tensor, "n K"]) -> Float[Tensor, "n K"]:
     """z of samples without a solution, where it has overflowed: so that C z can be computed."""
     size = sides.C.abs().apply(torch.ones_like(sides.v))
@@ -266,15 +280,11 @@ def _outcome(
         z, rules.cap(dtype), multipliers=multipliers
     )
     status = status.masked_fill(broken, int(Status.MAX_ITERATIONS))
+    multipliers, u = _without_idle(sides, multipliers, u, status == Status.CONVERGED)
     if held.end is not None:
         which = ~held.end.isnan()
         upper = problem.prepared.activation.range.bounds(held.end)[1]
         u = torch.where(which, torch.where(held.end == upper, torch.inf, -torch.inf), u)
-        # An inequality whose outputs are all held has nothing to push.
-        entries = sides.C.over((sides.C.data != 0).to(z.dtype))
-        idle = (entries.apply((~which).to(z.dtype)) == 0) & ~sides.equal
-        idle = idle & (status == Status.CONVERGED).unsqueeze(-1)
-        multipliers = multipliers.masked_fill(idle, 0)
     multipliers, u, z = (x.to(dtype) for x in (multipliers, u, z))
     fits = multipliers.isfinite().all(-1) & z.isfinite().all(-1)
     fits = fits & sides.C.abs().apply(solved.point.z.abs()).to(dtype).isfinite().all(-1)
