@@ -99,7 +99,7 @@ def _data(prepared: Prepared | Unprepared, A: Tensor | None) -> Tensor:
 
 
 def _validate(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None, matrix: str = "A") -> None:
-    given = {"v": v, matrix: A, "b": b} | ({} if init is None else {"init": init})
+    given = {"v": v, matrix: A, "b": b, **({} if init is None else {"init": init})}
     if A.layout != torch.strided and (A.ndim != 2 or A.shape[-1] != v.shape[-1]):
         raise ValueError(
             f"a sparse {matrix} must be one (I, K) matrix for all samples; got "

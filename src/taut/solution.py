@@ -54,7 +54,7 @@ class Solution:
                 x.reshape(batch) for x in (residual, iterations, status)
             )
         seen = () if torch.compiler.is_compiling() else versions(problem.inputs)
-        self.__dict__.update(
+        fields = dict(
             z=z,
             multipliers=multipliers,
             u=u,
@@ -65,6 +65,12 @@ class Solution:
             _outcome=outcome,
             _versions=seen,
         )
+
+        if torch.compiler.is_compiling():  # not all that can follow this know __dict__
+            for name, value in fields.items():
+                object.__setattr__(self, name, value)
+        else:
+            self.__dict__.update(fields)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Solution is what was found: {name} cannot be set.")

@@ -35,7 +35,7 @@ def make_rows(C: Basis, A: Basis, activation: Activation) -> Rows | None:
     >>> from taut.analysis import analyse
     >>> whole, one = torch.tensor([[1.0, 1.0], [1.0, 0.0]]).double(), torch.ones(1, 2).double()
     >>> rows = make_rows(analyse(whole, 1e-16), analyse(one, 1e-16), linear)
-    >>> rows.plan.sizes["rows"], rows.equations, rows.line.arrays["q"][0, 0].item()
+    >>> rows.plan.sizes["rows"], rows.equations, round(rows.line.arrays["q"][0, 0].item(), 9)
     (8, 4, 0.5)
     """
     data, count = C.map.data, A.map.shape[0]

@@ -191,10 +191,15 @@ def _contradicts(task: Task, state: State) -> Tensor:
     """Is the residual r orthogonal to the range of A? Then rᵀ(A z − b) = −rᵀb for every z."""
     # Its direction counts: of size 1, its products with small rows do not underflow.
     largest = state.residual.abs().amax(-1, keepdim=True)
-    r = torch.ldexp(state.residual, -torch.frexp(largest).exponent)
+    r = _scaled(state.residual, largest)
     image = task.A.adjoint(r).abs()
     size = task.A.abs().adjoint(r.abs())
     return (image <= 1e-8 * size).all(-1)
+
+
+def _scaled(x: Tensor, size: Tensor) -> Tensor:
+    """x over the power of 2 at `size`; torch 2.6 gives it the default dtype."""
+    return torch.ldexp(x, -torch.frexp(size).exponent).to(x.dtype)
 
 
 def _certificates(task: Task, state: State, which: Bool[Tensor, "n"]) -> tuple[Tensor, Tensor]:
@@ -203,7 +208,7 @@ def _certificates(task: Task, state: State, which: Bool[Tensor, "n"]) -> tuple[T
     # As far as λ has run, only its direction counts: bring it to size 1 by a power of 2, and to
     # the precision in which it will be returned.
     size = multipliers.abs().amax(-1, keepdim=True)
-    candidate = torch.ldexp(multipliers, -torch.frexp(size.nan_to_num(1.0)).exponent)
+    candidate = _scaled(multipliers, size.nan_to_num(1.0))
     candidate = candidate.to(torch.float32).to(size.dtype) if task.eps > 1e-10 else candidate
     # λ = t·d + rest with t → ∞, and in a half-infinite range the rest may spoil the proof that d
     # is: leave out the small entries.
