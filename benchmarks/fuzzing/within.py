@@ -100,7 +100,7 @@ class Within:
         norms = np.linalg.norm(C, axis=2, keepdims=True)
         values = np.linalg.svd(C / np.where(norms > 0, norms, 1), compute_uv=False)
         most = values.max(1, initial=0, keepdims=True)
-        least = np.where(values > 1e-9 * most, values, np.inf).min(1, initial=np.inf)
+        least = np.where(values > 1e-13 * most, values, np.inf).min(1, initial=np.inf)
         return np.where(least < np.inf, most[:, 0] / least, 1)
 
     @property
