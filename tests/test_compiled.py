@@ -137,7 +137,7 @@ def test_what_ops_raise_and_warn_of():
     assert error.value.status.tolist() == [2] * 6
     with pytest.raises(ValueError, match="targets must lie in"):
         loss_by_ops(by_ops(v, A, b, activation="sigmoid"), v + 9)
-    with pytest.warns(taut.FailureWarning, match="6 of 6 samples have no solution"):
+    with pytest.warns(taut.FailureWarning, match="6 of 6 samples were not solved"):
         loss_by_ops(by_ops(v, A, b + 100, activation="sigmoid"), torch.rand(6, K))
     v.requires_grad_()
     (g,) = torch.autograd.grad(by_ops(v, A, b).z.square().sum(), v, create_graph=True)

@@ -1,6 +1,7 @@
 """lower ≤ G z ≤ upper and bounds on z: optimality, closed forms, symmetries, shapes."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import taut
 from tables import STRUCTURES, K, apply, few_activations, problem
 from taut import Status, project
 from taut.activations import ACTIVATIONS, sigmoid, weighted
+from taut.backends import Torch
 
 # many solves: the shapes are checked elsewhere
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -212,6 +214,20 @@ def test_isotonic_regression(name):
     pooled = torch.from_numpy(np.stack([isotonic_regression(row) for row in v.numpy()]))
     right = pooled if name == "linear" else pooled.exp()
     assert_close(z, right, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("all_rows", [False, True])
+@pytest.mark.parametrize("K", [3, 10])
+def test_monotone_and_not_below_zero(K, all_rows):
+    """0 ≤ z₁ ≤ … ≤ z_K: sides and most of z are 0, and leave the rule no size of its own."""
+    v = 3 * torch.randn(400, K) - 4
+    G = torch.cat([torch.eye(K) if all_rows else torch.eye(K)[:1], torch.diff(torch.eye(K), dim=0)])
+    pooled = torch.from_numpy(np.stack([isotonic_regression(row) for row in v.numpy()]))
+    known = taut.prepare(torch.zeros(0, K), "linear", G=G)
+    for A in (known, replace(known, backend=Torch(), alone=replace(known.alone, backend=Torch()))):
+        z = project(v, A, torch.zeros(0), lower=0.0).z
+        assert_close(z, pooled.clamp_min(0), rtol=1e-12, atol=1e-13)
+    assert (project(v.float(), G=G.float(), lower=0.0).z[pooled.amax(-1) < -1e-3] == 0).all()
 
 
 @pytest.mark.slow

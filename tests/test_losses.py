@@ -319,7 +319,7 @@ def test_a_failed_sample_adds_nothing_to_the_loss(reduction):
     v.requires_grad_()
     y = torch.rand(6, K)
     solution = project(v, A, b, activation="sigmoid", on_failure="return")
-    with pytest.warns(taut.FailureWarning, match="2 of 6 samples have no solution"):
+    with pytest.warns(taut.FailureWarning, match="2 of 6 samples were not solved"):
         loss = matched_loss(solution, y, reduction=reduction)
     (g,) = torch.autograd.grad(loss.sum(), v)
     good = [0, 2, 4, 5]

@@ -276,7 +276,7 @@ REGIMES = ("infeasible", "inconsistent", "not finite")
 def test_samples_that_fail_add_nothing_and_are_not_kept(regime, dtype, reduction):
     step = Step(regime=regime, dtype=dtype, n=8, I=3, on_failure="return")
     before = step.memories[0].multipliers.clone()
-    with pytest.warns(FailureWarning, match="4 of 8 samples have no solution"):
+    with pytest.warns(FailureWarning, match="4 of 8 samples were not solved"):
         step.check(reduction)
     after = step.memories[0].multipliers
     assert torch.equal(after[step.index[1::2]], before[step.index[1::2]])

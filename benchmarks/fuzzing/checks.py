@@ -118,6 +118,7 @@ def _check_converged(block: Block, answer: Answer) -> dict[str, Mask]:
     # Below the smallest normal number, numbers have fewer digits: outputs there count as that.
     size = np.maximum(np.abs(answer.z), np.finfo(block.dtype).tiny)
     allowed = TOLERANCE[block.dtype] * (np.abs(b) + dot(absolute, size))
+    allowed = allowed + 2.0**-1074  # what float64 cannot tell from 0 is 0
     return {
         "CONVERGED: A z = b": done & ~(excess <= allowed).all(1),
         "CONVERGED: z = σ(v + Aᵀλ)": done & ~((z >= low) & (z <= high)).all(1),

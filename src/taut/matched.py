@@ -149,7 +149,7 @@ def warn_of_failures(status: Tensor) -> None:
     without = int((~learnable(status)).sum())
     if without:
         warnings.warn(
-            f"{without} of {status.numel()} samples have no solution. They add nothing to the loss "
+            f"{without} of {status.numel()} samples were not solved. They add nothing to the loss "
             "or its gradient; solution.report() says why.",
             FailureWarning,
             stacklevel=3,

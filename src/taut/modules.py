@@ -84,9 +84,11 @@ class Projection(nn.Module):
         for name, x in given.items():
             if x is not None:
                 floating = as_floating(name, x, dtype, device)
-                learned = isinstance(x, nn.Parameter) and name in ("A", "G") and floating is x
-                given[name] = x = x if learned else floating.detach().clone()
-                dtype, device = x.dtype, x.device
+                if not isinstance(x, nn.Parameter):
+                    x = floating.detach().clone()
+                elif floating is not x:  # it was half precision, and is learned all the same
+                    x = nn.Parameter(floating.detach(), x.requires_grad)
+                given[name], dtype, device = x, x.dtype, x.device
         for name, side in (("A", given["b"]), ("G", None)):
             if given[name] is not None:
                 check_matrix(given[name], side, name)

@@ -165,7 +165,10 @@ def failure(
     status: Tensor, residual: Tensor, remark: Remark, statement: str = "A z = b"
 ) -> SolveError:
     """The error to raise for these samples."""
-    advice = 'Pass on_failure="return" to get all samples with their status instead.'
+    advice = (
+        'Pass on_failure="return", to a layer when it is built, to get all samples with their '
+        "status instead."
+    )
     words = explain(status, residual, remark, statement)
     return SolveError(f"{words}\n{advice}", status, residual)
 

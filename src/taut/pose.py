@@ -107,9 +107,11 @@ def _validate(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None, matrix: str 
         )
     for name, x in ((matrix, A), ("b", b)):
         if x.dtype != v.dtype:
+            wider = torch.promote_types(v.dtype, x.dtype) == x.dtype
             raise TypeError(
                 f"v is {v.dtype} and {name} is {x.dtype}. z has the dtype of v: convert {name} "
-                f"with {name}.to(v.dtype), or v, for more digits, with v.to({name}.dtype)."
+                f"with {name}.to(v.dtype), or v, for {'more' if wider else 'fewer'} digits, with "
+                f"v.to({name}.dtype)."
             )
     if len({x.device for x in given.values()}) > 1:
         where = ", ".join(f"{name} on {x.device}" for name, x in given.items())

@@ -91,11 +91,14 @@ class Solution:
     def radius(self) -> Float[Tensor, "*batch"]:
         """How far the proof of an INFEASIBLE sample goes: no z with |z| ≤ radius will do.
 
-        It is inf for a full proof, and NaN where there is none.
+        It is inf for a full proof, and NaN where there is none, or none for outputs that v = ±inf,
+        or a y at an end of the range, holds there.
         """
         with torch.no_grad():
             C, *others = self._problem.sides
             infeasible = self._outcome.status == Status.INFEASIBLE
+            # Of held outputs a proof says nothing: it is of those that are left.
+            infeasible = infeasible & ~self._problem.inputs[0].isinf().any(-1)
             lower, upper, least, most = (x.detach().double() for x in others)
             ν = self._outcome.multipliers.detach().double()
             C = C.over(C.data.detach().double())

@@ -17,6 +17,9 @@ def count_equations(h: Callable[..., Any], z: Tensor, params: Sequence[Tensor]) 
     _check_result(value, z)
     if len(z):
         _check_derivatives(h, z[:1], [p[:1] for p in params], value[:1])
+    if len(z) > 1:
+        turned = _first_call(h, z.flip(0), [p.flip(0) for p in params]).flip(0)
+        _check_alike(turned, value, "in a batch turned round the first one")
     return value.shape[-1]
 
 
@@ -107,10 +110,15 @@ def _check_derivatives(
                 "h must be twice differentiable: the solver needs its second derivatives. torch "
                 f"says: {error}"
             ) from error
-    size = _SAME * (1 + value.abs().nan_to_num(0.0, 0.0, 0.0).amax())
-    if not torch.allclose(alone.detach(), value, rtol=0.0, atol=size.item(), equal_nan=True):
+    _check_alike(alone.detach(), value, "the first one alone")
+
+
+def _check_alike(one: Tensor, other: Tensor, what: str) -> None:
+    """Refuse an h whose value for a sample depends on the others."""
+    size = _SAME * (1 + other.abs().nan_to_num(0.0, 0.0, 0.0).amax())
+    if not torch.allclose(one, other, rtol=0.0, atol=size.item(), equal_nan=True):
         raise ValueError(
-            "h mixes samples: the first one alone gives "
-            f"{alone[0, 0].item():.6g}, in the batch {value[0, 0].item():.6g}. Each row of h(z) "
-            "may depend on the same row of z and params only, and on nothing random."
+            f"h mixes samples: {what} gives {one[0, 0].item():.10g}, in the batch "
+            f"{other[0, 0].item():.10g}. Each row of h(z) may depend on the same row of z and of "
+            "params only, and on nothing random. What has a row for each sample belongs in params."
         )

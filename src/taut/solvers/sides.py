@@ -179,7 +179,8 @@ class Sides:
         """z −= W C_Fᵀ H⁻¹ s_F, and ν and u with it where u moves visibly.
 
         u = v + Cᵀν has the rounding of |v| + |Cᵀν|; z itself need not have it. Where it would no
-        longer be σ(u) but for that rounding, it is computed anew.
+        longer be σ(u) but for that rounding, it is computed anew; where σ is a line and z is far
+        below it, z is 0: a row that holds outputs at 0 has no other size to keep the rule by.
         """
         active = (point.multipliers != 0) | self.equal
         side, size = self.held_at(point.multipliers), self.size(point.multipliers, point.z)
@@ -194,7 +195,10 @@ class Sides:
         along = along.all(-1, keepdim=True)
         z = torch.where(along, z, moved.z)
         u = torch.where(along & ~near, point.u - shift, moved.u)
-        lower, upper = self.activation.range.bounds(z)
+        lower, upper = self.ends()
+        if self.line:  # the slope is that of clipped outputs too
+            nothing = z.abs() <= EPS**1.5 * blur * self.activation.slope(point.u)
+            z = z.masked_fill(nothing & (lower <= 0) & (upper >= 0), 0)
         moved = moved._replace(u=u, z=z, r=self.C.apply(z))
         left = torch.where(active, moved.r - side, 0)
         better = (_worst(left, size) < _worst(s, size)) & solved
