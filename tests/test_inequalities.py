@@ -10,6 +10,7 @@ from sklearn.isotonic import isotonic_regression
 from torch.testing import assert_close
 
 import taut
+from dc3 import problems
 from tables import STRUCTURES, K, apply, few_activations, problem
 from taut import Status, project
 from taut.activations import ACTIVATIONS, sigmoid, weighted
@@ -233,15 +234,9 @@ def test_monotone_and_not_below_zero(K, all_rows):
 @pytest.mark.slow
 def test_the_quadratic_programs_of_dc3():
     """The objective of its 833 test problems, to the digits that are known of it."""
-    random = np.random.RandomState(17)
-    Q, p = random.random(100), random.random(100)
-    A = random.normal(0, 1, (50, 100))
-    x = random.uniform(-1, 1, (10000, 50))
-    G = random.normal(0, 1, (50, 100))
-    h = np.abs(G @ np.linalg.pinv(A)).sum(1)
-    Q, p, A, x, G, h = map(torch.from_numpy, (Q, p, A, x, G, h))
+    Q, p, A, G, h, x = problems()
     activation = weighted("linear", 1 / Q)
-    z = project(-p.expand(833, -1), A, x[-833:], G=G, upper=h, activation=activation).z
+    z = project(-p.expand(833, -1), A, x, G=G, upper=h, activation=activation).z
     objective = (0.5 * Q * z.square() + p * z).sum(-1).mean()
     assert abs(objective.item() - -15.046859) < 1e-6
 

@@ -59,11 +59,8 @@ def _changes(
     converged = (before["status"] == 0) & (after["status"] == 0)
     if what == "z":
         rows = (converged & (x != y).any(1)).nonzero().flatten()
-        most = _spread(block, solution.z[rows], solution.u[rows], rows)
-        # Where z only tends to an end, it has come as far as the rule asks, and no slope is that of
-        # both: then it is the same to rounding of z and u, times the condition of A.
-        size = _DIGITS[x.dtype] * _size(solution, torch.from_numpy(block.v))[rows]
-        far = ((x - y)[rows].abs() > torch.maximum(most, size.unsqueeze(-1))).any(1)
+        most = _apart(block, solution.z[rows], solution.u[rows], solution.condition[rows], rows)
+        far = ((x - y)[rows].abs() > most).any(1)
         return torch.zeros_like(converged).index_fill(0, rows[far], True)
     # The solve for λ magnifies rounding by κ, the condition number of A diag(w) Aᵀ, and so
     # does the solve for derivatives, at slopes that λ has moved: by the rounding of u, and by
@@ -141,11 +138,16 @@ def _spread(block: Block, z: Tensor, u: Tensor, rows: Tensor) -> Tensor:
     return most.where(finite.unsqueeze(-1), torch.inf)
 
 
-def _size(solution: Solution, v: Tensor) -> Tensor:
-    """Of z and of u = v + Aᵀλ, which the rows of A then amplify."""
-    z, u = solution.z.detach().abs(), solution.u.detach().abs()
-    size = (1 + z.amax(-1)) * (1 + u.amax(-1) + v.abs().amax(-1))
-    return size * solution.condition.nan_to_num(nan=1.0).clamp(min=1)
+def _apart(block: Block, z: Tensor, u: Tensor, condition: Tensor, rows: Tensor) -> Tensor:
+    """How far apart two z of a problem may be, each entry.
+
+    Where z only tends to an end, it has come as far as the rule asks, and no slope is that of both:
+    then it is the same to rounding of z and of u = v + Aᵀλ, times the condition of A.
+    """
+    v = torch.from_numpy(block.v)[rows]
+    size = (1 + z.abs().amax(-1)) * (1 + u.abs().amax(-1) + v.abs().amax(-1))
+    size = _DIGITS[z.dtype] * size * condition.nan_to_num(nan=1.0).clamp(min=1)
+    return torch.maximum(_spread(block, z, u, rows), size.detach().unsqueeze(-1))
 
 
 def _ruins(block: Block, victim: int) -> list[tuple[str, dict[str, Tensor | None]]]:
@@ -203,10 +205,7 @@ def _alone(block: Block, batch: dict[str, Tensor], rng: np.random.Generator) -> 
             failures.append((row, text))
         elif int(single.status) == int(batch["status"][row]) == int(Status.CONVERGED):
             z = batch["z"][row]
-            own = (x.reshape(1, -1) for x in (single.z, single.u))
-            most = _spread(block, *own, torch.tensor([row]))[0]
-            size = _DIGITS[z.dtype] * _size(single, torch.from_numpy(block.v[row]))
-            most = torch.maximum(most, size)
-            if not ((single.z - z).abs() <= most).all():
+            own = (x.unsqueeze(0) for x in (single.z, single.u, single.condition))
+            if not ((single.z - z).abs() <= _apart(block, *own, torch.tensor([row]))).all():
                 failures.append((row, "a row alone has the z it has in the batch"))
     return failures

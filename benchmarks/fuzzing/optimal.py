@@ -10,10 +10,10 @@ from fractions import Fraction
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
 import taut
 from fuzzing.checks import TOLERANCE, Answer, dot
+from fuzzing.proofs import deepest
 from fuzzing.within import Within
 from taut import Status
 
@@ -239,18 +239,4 @@ def linear_program(block: Within, row: int) -> str:
             if np.isfinite(y):
                 rows.append([*line, 1.0])
                 right.append(y)
-    found = linprog(
-        [0.0] * K + [-1.0],
-        A_ub=np.array(rows) if rows else None,
-        b_ub=np.array(right) if rows else None,
-        A_eq=np.hstack([C[equal], np.zeros((equal.sum(), 1))]),
-        b_eq=lower[equal],
-        bounds=[(None, None)] * K + [(None, 1.0)],
-        method="highs",
-    )
-    if found.status == 2:
-        return "infeasible"
-    if found.status != 0:
-        return "no answer"
-    depth = -found.fun
-    return "interior" if depth > 1e-6 else "edge" if depth > -1e-6 else "infeasible"
+    return deepest(rows, right, C[equal], lower[equal], (None, 1.0))

@@ -115,22 +115,26 @@ def linear_program(block: Block, row: int) -> str:
                 line[k], line[K] = sign, width[k]
                 rows.append(line)
                 right.append(sign * end)
-    cost = np.zeros(K + 1)
-    cost[K] = -1
-    result = linprog(
-        cost,
+    return deepest(rows, right, A, b, (-1e3, 0.5))
+
+
+def deepest(rows: list, right: list, A: Array, b: Array, depths: tuple) -> str:
+    """Is there a z with A z = b and rows·(z, depth) ≤ right? By HiGHS: as deep as can be."""
+    K = A.shape[1]
+    found = linprog(
+        [0.0] * K + [-1.0],
         A_ub=np.array(rows) if rows else None,
         b_ub=np.array(right) if rows else None,
         A_eq=np.hstack([A, np.zeros((len(A), 1))]),
         b_eq=b,
-        bounds=[(None, None)] * K + [(-1e3, 0.5)],
+        bounds=[(None, None)] * K + [depths],
         method="highs",
     )
-    if result.status == 2:
+    if found.status == 2:
         return "infeasible"
-    if result.status != 0:
+    if found.status != 0:
         return "no answer"
-    depth = -result.fun
+    depth = -found.fun
     return "interior" if depth > 1e-6 else "edge" if depth > -1e-6 else "infeasible"
 
 

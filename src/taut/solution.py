@@ -53,7 +53,7 @@ class Solution:
             residual, iterations, status = (
                 x.reshape(batch) for x in (residual, iterations, status)
             )
-        seen = () if torch.compiler.is_compiling() else versions(problem.inputs)
+        compiling = torch.compiler.is_compiling()
         fields = dict(
             z=z,
             multipliers=multipliers,
@@ -63,10 +63,9 @@ class Solution:
             status=status,
             _problem=problem,
             _outcome=outcome,
-            _versions=seen,
+            _versions=() if compiling else versions(problem.inputs),
         )
-
-        if torch.compiler.is_compiling():  # not all that can follow this know __dict__
+        if compiling:  # not all that can follow this know __dict__
             for name, value in fields.items():
                 object.__setattr__(self, name, value)
         else:

@@ -147,9 +147,12 @@ def run(name: str, values: dict[str, Any] | Structure, work: int) -> int:
     if isinstance(values, dict):
         kind, fields = _structures[name]
         ordered, pack = _bytes[name]
-        if values.keys() != fields:
+        try:
+            call = kind.from_buffer_copy(pack(*ordered(values)))
+        except KeyError:
+            raise _differing(name, values) from None
+        if len(values) != len(fields):
             raise _differing(name, values)
-        call = kind.from_buffer_copy(pack(*ordered(values)))
     threads = min(torch.get_num_threads(), work // _GRAIN)
     if threads < 2 or _parallel is None:
         function(byref(call))
