@@ -87,8 +87,8 @@ demo: $(RUN_READY) ## 10 s | a plain network, the same projected, and one traine
 xor: $(RUN_READY) ## 1 min | the paper's XOR experiment (ARGS="...")
 	@$(BIN)/taut xor $(ARGS)
 
-fuzz: $(BENCH_READY) ## 30 s | random hard problems (N=10000 rows)
-	@$(BIN)/python benchmarks/fuzz.py --rows $(N)
+fuzz: $(BENCH_READY) ## 30 s | random hard problems (N=10000 samples)
+	@$(BIN)/python benchmarks/fuzz.py --samples $(N)
 
 bench: $(BENCH_READY) ## 1 hour | side by side with peers (ARGS="--budget 0.8")
 	@$(BIN)/python benchmarks/run.py $(ARGS)

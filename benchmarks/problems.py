@@ -6,7 +6,7 @@ Each is ``z = σ((v + Aᵀλ)/τ), A z = b`` for N samples, equivalently
 
 with ψ the negative entropy that belongs to σ, and G z ≤ upper where there are inequalities. The
 loss is ``Σ g∘z`` with a fixed random ``g``; the gradient compared is the one in ``v``. The first
-rows of a large N are the rows of a smaller N.
+samples of a large N are the samples of a smaller N.
 """
 
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Problem:
 
 
 def _normal(seed: int, stream: int, *shape: int) -> Array:
-    """Normal numbers from their own stream, so that rows do not depend on how many are drawn."""
+    """Normal numbers from their own stream, so that samples do not depend on how many are drawn."""
     return np.random.default_rng([seed, stream]).normal(size=shape)
 
 

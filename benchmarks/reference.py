@@ -156,7 +156,7 @@ def _inverse(activation: str, z: Array) -> Array:
 
 
 def checked_rows(problem: Problem) -> int:
-    """How many of the first rows the error columns look at."""
+    """How many of the first samples the error columns look at."""
     if problem.G is not None:
         return min(len(problem.v), 16)
     return min(len(problem.v), 256, 2**18 // problem.A.shape[1])
@@ -165,10 +165,10 @@ def checked_rows(problem: Problem) -> int:
 def errors(
     problem: Problem, z: Array, gradient: Array, right: tuple[Array, Array] | None = None
 ) -> dict[str, float]:
-    """Largest errors over the rows given, as the tables report them.
+    """Largest errors over the samples given, as the tables report them.
 
-    z's is absolute; the gradient's is relative to its largest entry in the row, or to 1 if that is
-    smaller, since a cold softmax has gradients of the order 1/τ.
+    z's is absolute; the gradient's is relative to its largest entry in the sample, or to 1 if that
+    is smaller, since a cold softmax has gradients of the order 1/τ.
     """
     few = problem.rows(len(z))
     chosen = solve if problem.G is None else solve_within

@@ -177,7 +177,7 @@ def _failed(who: str, family: str, size: tuple, samples: int, failure: str) -> d
 
 @cache
 def _right(family: str, size: tuple) -> tuple[Array, Array]:
-    """The reference of the rows that are checked, once per problem."""
+    """The reference of the samples that are checked, once per problem."""
     problem = make(family, max(SAMPLES), list(size))
     few = problem.rows(reference.checked_rows(problem))
     return reference.solve(few) if few.G is None else reference.solve_within(few)
@@ -215,7 +215,7 @@ def add_ratio(records: list[dict[str, Any]], ours: list[dict[str, Any]]) -> None
 
 
 def print_table(records: list[dict[str, Any]]) -> None:
-    """One line per record; ``*`` marks times extrapolated from fewer rows."""
+    """One line per record; ``*`` marks times extrapolated from fewer samples."""
     for r in records:
         size = "×".join(f"{s:g}" for s in r["size"])
         head = f"{r['family']:<26}| {size:>9} | {r['samples']:>4} | {r['who']:<31}"
@@ -304,7 +304,7 @@ def main() -> None:
         records = [r for r in known if r["family"] not in (options.families or [])]
     print(
         f"{'problem':<26}| {'size':>9} | {'N':>4} | {'who':<31}| forward ms | backward ms"
-        "| error z | error gradient | residual | ratio to taut     (* from fewer rows)"
+        "| error z | error gradient | residual | ratio to taut     (* from fewer samples)"
     )
     todo = [
         (case, size)

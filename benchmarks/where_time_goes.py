@@ -82,7 +82,7 @@ def floor(v: torch.Tensor, A: torch.Tensor, iterations: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument("--samples", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=100)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/time.json")
@@ -93,8 +93,8 @@ def main() -> None:
     for K, I in SIZES:
         torch.manual_seed(0)
         A = torch.randn(I, K, dtype=torch.float64)
-        v = 2 * torch.randn(options.rows, K, dtype=torch.float64)
-        b = torch.sigmoid(torch.randn(options.rows, K, dtype=torch.float64)) @ A.T
+        v = 2 * torch.randn(options.samples, K, dtype=torch.float64)
+        b = torch.sigmoid(torch.randn(options.samples, K, dtype=torch.float64)) @ A.T
         solution = taut.project(v, A, b, activation="sigmoid")
         needed = solution.iterations.double().mean().item()
         layer = taut.Projection(A, activation="sigmoid")
@@ -113,7 +113,7 @@ def main() -> None:
                 {
                     "outputs": K,
                     "constraints": I,
-                    "rows": options.rows,
+                    "samples": options.samples,
                     "ms": 1e3 * total,
                     "floor_ms": 1e3 * least,
                     "iterations": needed,

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 import taut
 from fuzzing.blocks import make_block
-from fuzzing.checks import Answer, check_rows
+from fuzzing.checks import Answer, check_samples
 from fuzzing.laws import LABELS
 from fuzzing.optimal import check_optimal
 from fuzzing.runner import KINDS, reproducer, run_block
@@ -224,14 +224,14 @@ def _run(label, blocks, kind="equations"):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("label", LABELS)
 def test_no_sample_is_wrong_in_silence(label, kind):
-    assert _run(label, 2, kind).rows > 30
+    assert _run(label, 2, kind).samples > 30
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("label", LABELS)
 def test_no_sample_is_wrong_in_silence_in_more_blocks(label, kind):
-    assert _run(label, 20, kind).rows > 300
+    assert _run(label, 20, kind).samples > 300
 
 
 @pytest.mark.parametrize(
@@ -305,15 +305,15 @@ def test_a_block_is_the_same_every_time():
         (lambda a: a.residual.__iadd__(1e-6), "the residual reported is that of z"),
         (lambda a: a.status.fill(2), "INFEASIBLE: the multipliers are a certificate"),
         (lambda a: a.status.fill(3), "INCONSISTENT: b is not in the range of A"),
-        (lambda a: a.status.fill(0), "a row with NaN or inf is called NONFINITE"),
+        (lambda a: a.status.fill(0), "a sample with NaN or inf is called NONFINITE"),
     ],
 )
 def test_the_checks_notice_what_they_are_for(spoil, check):
     block = make_block(0, 1, 64)  # linear, float64: nothing to be found wrong
     answer = Answer.of(block.solve())
-    assert not any(mask.any() for mask in check_rows(block, answer).values())
+    assert not any(mask.any() for mask in check_samples(block, answer).values())
     spoil(answer)
-    assert check_rows(block, answer)[check].any()
+    assert check_samples(block, answer)[check].any()
 
 
 SIGNS = "CONVERGED: multipliers have the sign of a side that is there"

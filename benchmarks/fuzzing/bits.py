@@ -1,8 +1,8 @@
-"""Neighbours, positions and gradients: what one row may not do to another.
+"""Neighbours, positions and gradients: what one sample may not do to another.
 
-A block is solved again with one row ruined. Where the compiled kernel solved all other rows, every
+A block is solved again with one sample ruined. Where the kernel solved all other samples, every
 bit of their z and gradients must be what it was; elsewhere a BLAS may sum another batch in another
-order, and they must be the same to rounding. A few rows are solved alone, and must come out the
+order, and they must be the same to rounding. A few samples are solved alone, and must come out the
 same to rounding.
 """
 
@@ -34,7 +34,7 @@ def check_bits(block: Block) -> list[tuple[int, str]]:
             size = _terms(block, solution, weights) if what == "∂v" else 0.0
             changed = _changes(block, solution, complete, before, after, what, size)
             changed[victim] = False
-            text = f"{what} of a row is the same when a neighbour has {name}"
+            text = f"{what} of a sample is the same when a neighbour has {name}"
             failures += [(int(r), text) for r in changed.nonzero().flatten()[:3]]
     return failures + _alone(block, before, rng)
 
@@ -48,7 +48,7 @@ def _changes(
     what: str,
     size: Tensor | float = 0.0,
 ) -> Tensor:
-    """Rows of which `what`, a sum of terms of that size, is not what it was."""
+    """Samples of which `what`, a sum of terms of that size, is not what it was."""
     x, y = (found[what].reshape(len(block), -1) for found in (before, after))
     if not x.shape[1]:  # b, of no equations
         return torch.zeros(len(block), dtype=torch.bool)
@@ -79,7 +79,7 @@ def _terms(block: Block, solution: Solution, weights: Tensor) -> Tensor:
 
 
 def _compiled(block: Block) -> bool:
-    """Does the compiled backend solve every row of the block?"""
+    """Does the compiled backend solve every sample of the block?"""
     tensors = block.tensors()
     prepared = block.prepare()
     problem, _ = pose(prepared, tensors["v"], None, tensors["b"], tensors["init"])
@@ -87,7 +87,7 @@ def _compiled(block: Block) -> bool:
 
 
 def _another_verdict(one: Tensor, other: Tensor) -> Tensor:
-    """Rounding may leave a row undecided, or say of a b that contradicts redundant equations by
+    """Rounding may leave a sample undecided, or say of a b that contradicts redundant equations by
     rounding only that it does or does not; it never makes any other verdict another."""
     either = torch.tensor([int(Status.CONVERGED), int(Status.INCONSISTENT)])
     threshold = torch.isin(one, either) & torch.isin(other, either)
@@ -151,7 +151,7 @@ def _apart(block: Block, z: Tensor, u: Tensor, condition: Tensor, rows: Tensor) 
 
 
 def _ruins(block: Block, victim: int) -> list[tuple[str, dict[str, Tensor | None]]]:
-    """The block with one row spoilt, in several ways."""
+    """The block with one sample spoilt, in several ways."""
     ways = [("NaN in v", "v", float("nan"))]
     if block.A.shape[1]:
         ways += [("inf in b", "b", float("inf")), ("a b out of reach", "b", 1e6)]
@@ -190,22 +190,22 @@ def _gradients(result: dict[str, Tensor]) -> list[tuple[int, str]]:
             rows = wild.nonzero().flatten()[:3]
             failures += [(int(r), f"{what} is finite") for r in rows]
             rows = (failed & (flat != 0).any(1) & ~wild).nonzero().flatten()[:3]
-            failures += [(int(r), f"{what} of a failed row is zero") for r in rows]
+            failures += [(int(r), f"{what} of a failed sample is zero") for r in rows]
     return failures
 
 
 def _alone(block: Block, batch: dict[str, Tensor], rng: np.random.Generator) -> list:
-    """A row alone is the row in its batch: same verdict, same z to rounding."""
+    """A sample alone is the sample in its batch: same verdict, same z to rounding."""
     failures = []
     for row in rng.permutation(len(block))[:4]:
         row = int(row)
         single = block.project(block.one(row))
-        text = "a row alone has the verdict it has in the batch"
+        text = "a sample alone has the verdict it has in the batch"
         if bool(_another_verdict(single.status, batch["status"][row])):
             failures.append((row, text))
         elif int(single.status) == int(batch["status"][row]) == int(Status.CONVERGED):
             z = batch["z"][row]
             own = (x.unsqueeze(0) for x in (single.z, single.u, single.condition))
             if not ((single.z - z).abs() <= _apart(block, *own, torch.tensor([row]))).all():
-                failures.append((row, "a row alone has the z it has in the batch"))
+                failures.append((row, "a sample alone has the z it has in the batch"))
     return failures

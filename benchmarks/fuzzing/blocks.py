@@ -1,7 +1,7 @@
-"""A block: a batch of random problems that is rebuilt from (seed, number, most rows) alone.
+"""A block: a batch of random problems that is rebuilt from (seed, number, most samples) alone.
 
 Size, activation, dtype and the kind of A belong to the block; logits, target, start and damage
-(NaN, inf) to each row, so that easy and hopeless rows share a batch.
+(NaN, inf) to each sample, so that easy and hopeless samples share a batch.
 """
 
 import warnings
@@ -28,7 +28,7 @@ STARTS = ("none", "zero", "good", "random", "absurd")
 LOGITS = ("≤10", "≤60", "≤1000", "≤1e6")
 _WORK = 6e7  # multiplications in one Hessian of the whole block
 _MEMORY = 3e6  # entries of A
-MOST = 2048  # rows of a block
+MOST = 2048  # samples of a block
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Block:
 
     @property
     def feasible(self) -> NDArray[np.bool_]:
-        """Rows whose b is A·truth, rounded, with truth in the (closed) range."""
+        """Samples whose b is A·truth, rounded, with truth in the (closed) range."""
         return self.target <= TARGETS.index("boundary")
 
     @property
@@ -100,7 +100,7 @@ class Block:
         return self.project(self.tensors())
 
     def one(self, row: int) -> dict[str, torch.Tensor | None]:
-        """A single row, for a reproducer."""
+        """A single sample, for a reproducer."""
         given = {"v": self.v[row], "A": self.matrix(row), "b": self.b[row]}
         init = None if self.init is None else self.init[row]
         given["init"] = init
@@ -108,7 +108,7 @@ class Block:
 
 
 def make_block(seed: int, number: int, most: int = MOST) -> Block:
-    """The block of that number, at most `most` rows; nothing else decides what is in it."""
+    """The block of that number, at most `most` samples; nothing else decides what is in it."""
     rng = np.random.default_rng([seed, number])
     dtype = np.float32 if rng.random() < 0.3 else np.float64
     K, I = _draw_size(rng)
@@ -248,7 +248,7 @@ def _ends_of_a_row(rng: Rng, law: Law, A: Array, interior: Array) -> Array:
 def _balance(
     rng: Rng, law: Law, v: Array, truth: Array, target: NDArray[np.int64]
 ) -> tuple[Array, Array]:
-    """Of interior rows: in and out alike, so that b is 0, and with exp, flows of any size."""
+    """Of interior samples: in and out alike, so that b is 0, and with exp, flows of any size."""
     inside, K = target == 0, v.shape[1] // 2 * 2
     alike = all((x[0:K:2] == x[1:K:2]).all() for x in law.ends)
     if not alike:
@@ -306,7 +306,7 @@ def draw_starts(
 def _damage(
     rng: Rng, law: Law, A: Array, v: Array, b: Array, where: NDArray[np.bool_]
 ) -> tuple[Array, Array, Array]:
-    """Put one NaN or inf into v, b or (where it belongs to the row alone) A.
+    """Put one NaN or inf into v, b or (where it belongs to the sample alone) A.
 
     v = ±inf at a finite end of the range is no damage: it holds the output there.
     """

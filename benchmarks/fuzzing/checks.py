@@ -1,7 +1,7 @@
-"""What is checked on every row, independently of taut's own arithmetic.
+"""What is checked on every sample, independently of taut's own arithmetic.
 
 Residuals, predictors and outputs are recomputed in extended precision from the numbers taut was
-given and the numbers it returned. A check is a mask over the rows of a block, True where it fails.
+given and the numbers it returned. A check is a mask over the samples, True where it fails.
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from taut import Status
 Array = NDArray[np.floating]
 Mask = NDArray[np.bool_]
 
-# The rule: |A z − b| allowed for a CONVERGED row, relative to |b| + |A||z|, in each equation.
+# The rule: |A z − b| allowed for a CONVERGED sample, relative to |b| + |A||z|, in each equation.
 TOLERANCE = {np.float64: 1e-12, np.float32: 4 * 2.0**-23}
 # Multiples of eps granted to taut for the rounding of one operation on numbers of known size.
 _FEW = 32
@@ -45,7 +45,7 @@ class Answer:
 
 
 def dot(A: Array, x: Array) -> Array:
-    """A x row by row in extended precision; A is (n, I, K) or (1, I, K)."""
+    """A x equation by equation in extended precision; A is (n, I, K) or (1, I, K)."""
     wide = np.longdouble
     if len(A) == 1:  # one matrix product is faster than n
         return x.astype(wide) @ A[0].T.astype(wide)
@@ -56,8 +56,8 @@ def _largest(x: Array) -> Array:
     return x.max(1) if x.shape[1] else np.zeros(len(x))
 
 
-def check_rows(block: Block, answer: Answer) -> dict[str, Mask]:
-    """Every check that costs little, by name; rows where it fails are True."""
+def check_samples(block: Block, answer: Answer) -> dict[str, Mask]:
+    """Every check that costs little, by name; samples where it fails are True."""
     with np.errstate(all="ignore"):
         return {
             **_check_damage(block, answer),
@@ -75,7 +75,7 @@ def _check_damage(block: Block, answer: Answer) -> dict[str, Mask]:
     decided = ~named & block.finite
     numbers = np.isfinite(answer.z).all(1) & np.isfinite(answer.multipliers).all(1)
     return {
-        "a row with NaN or inf is called NONFINITE": ~block.finite & ~named,
+        "a sample with NaN or inf is called NONFINITE": ~block.finite & ~named,
         "NONFINITE is said of finite input only where it overflows": (
             named & block.finite & ~overflows(block) & _fits(block, answer)
         ),

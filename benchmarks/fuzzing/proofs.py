@@ -1,4 +1,4 @@
-"""What is too slow for every row and is checked on a sample.
+"""What is too slow for every sample and is checked on some.
 
 - certificates in exact rational arithmetic;
 - feasibility by SciPy's HiGHS, a linear program;
@@ -20,7 +20,7 @@ from taut import Status
 
 Array = NDArray[np.floating]
 
-_EXACT, _LINEAR, _SECOND = 8, 4, 4  # rows of each kind looked at in a block
+_EXACT, _LINEAR, _SECOND = 8, 4, 4  # samples of each kind looked at in a block
 _EXACT_SIZE, _LINEAR_SIZE, _SECOND_SIZE = 4000, 6000, 400  # largest I·K for them
 
 
@@ -36,7 +36,7 @@ class Proofs:
 
 
 def prove(block: Block, answer: Answer) -> Proofs:
-    """Look closely at a few rows of the block, the same ones every time."""
+    """Look closely at a few samples of the block, the same ones every time."""
     rng = np.random.default_rng([block.seed, block.number, 1])
     proofs = Proofs()
     size = block.A.shape[1] * block.A.shape[2]
@@ -48,7 +48,7 @@ def prove(block: Block, answer: Answer) -> Proofs:
         return [int(r) for r in rng.permutation(where)[:most]]
 
     infeasible = answer.are(Status.INFEASIBLE)
-    # A feasible row whose b was rounded out of the range is possible; only a proof excuses it.
+    # A feasible sample whose b was rounded out of the range is possible; only a proof excuses it.
     contested = infeasible & block.feasible
     rows = sample(infeasible, _EXACT, _EXACT_SIZE) + sample(contested, 50, 10**9)
     for row in dict.fromkeys(rows):
@@ -66,7 +66,7 @@ def prove(block: Block, answer: Answer) -> Proofs:
 
 def _exact(block: Block, answer: Answer, row: int, proofs: Proofs) -> None:
     if exact_certificate(block, answer.multipliers[row], row):
-        # b = A z of an edge row is rounded, and may leave the range by that.
+        # b = A z of an edge sample is rounded, and may leave the range by that.
         where = ", b rounded out of the range" if block.feasible[row] else ""
         proofs.count(f"exact proof of INFEASIBLE{where}")
     else:
@@ -74,7 +74,7 @@ def _exact(block: Block, answer: Answer, row: int, proofs: Proofs) -> None:
 
 
 def exact_certificate(block: Block, multipliers: Array, row: int) -> bool:
-    """Do the multipliers prove that a row of the block has no solution?"""
+    """Do the multipliers prove that a sample of the block has no solution?"""
     return exact_proof(multipliers, block.matrix(row), block.b[row], *block.law.ends)
 
 
@@ -194,7 +194,7 @@ def _polish(block: Block, row: int, Q: Array, back: Array, x: Array) -> tuple[Ar
         x = x - np.linalg.solve(hessian, residual.astype(np.float64))
     if not (np.abs(residual) <= 1e-16 * (np.abs(goal) + np.abs(wide) @ np.abs(z))).all():
         return None
-    # A residual r moves z by W Qᵀ H⁻¹ back·r; r may be what a CONVERGED row is allowed.
+    # A residual r moves z by W Qᵀ H⁻¹ back·r; r may be what a CONVERGED sample is allowed.
     A, z = np.abs(block.matrix(row).astype(np.float64)), z.astype(np.float64)
     size = slope * (np.abs(u) + np.abs(v) + A.T @ np.abs(back.T @ x)).astype(np.float64)
     allowed = TOLERANCE[block.dtype] * (np.abs(b) + A @ np.abs(z)) + 64 * block.eps * (A @ size)

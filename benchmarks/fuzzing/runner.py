@@ -12,7 +12,7 @@ import torch
 import taut
 from fuzzing.bits import check_bits
 from fuzzing.blocks import MOST, Block, make_block
-from fuzzing.checks import Answer, check_rows
+from fuzzing.checks import Answer, check_samples
 from fuzzing.curves import check_curves
 from fuzzing.doors import check_doors
 from fuzzing.gradients import check_gradients
@@ -55,7 +55,7 @@ def run_block(seed: int, number: int, most: int = MOST, kind: str = "equations")
             return _checked_within(block, answer, solution)
         again = check_bits(block) if number % _BITS_EVERY == 0 else []
     except (Hang, RuntimeError, ValueError, IndexError) as error:
-        # Whatever the batch holds, project must come back with a verdict on every row.
+        # Whatever the batch holds, project must come back with a verdict on every sample.
         return _no_answer(block, error)
     finally:
         signal.alarm(0)
@@ -65,7 +65,7 @@ def run_block(seed: int, number: int, most: int = MOST, kind: str = "equations")
 
 def _no_answer(block: Block | Within, error: Exception) -> Tally:
     check = f"project returns ({type(error).__name__}: {str(error)[:200]})"
-    tally = Tally(rows=len(block), blocks=1)
+    tally = Tally(samples=len(block), blocks=1)
     tally.checks[check] += len(block)
     tally.failures.append(_failure(block, 0, check))
     return tally
@@ -74,7 +74,7 @@ def _no_answer(block: Block | Within, error: Exception) -> Tally:
 def _checked(block: Block, answer: Answer, again: list[tuple[int, str]]) -> Tally:
     found = [
         (int(row), check)
-        for check, mask in check_rows(block, answer).items()
+        for check, mask in check_samples(block, answer).items()
         for row in np.flatnonzero(mask)
     ]
     proofs = prove(block, answer)
@@ -103,8 +103,8 @@ def _counted(
     block: Block | Within, answer: Answer, found: list, wrong: set[int], counts: list
 ) -> Tally:
     tally = count_block(block, answer, wrong)
-    for samples in counts:
-        tally.samples.update(samples)
+    for some in counts:
+        tally.looked_at.update(some)
     tally.checks.update(check for _, check in found)
     kept: dict[str, int] = {}
     for row, check in found:
@@ -130,7 +130,7 @@ def _failure(block: Block | Within, row: int, check: str, answer: Answer | None 
 
 
 def reproducer(failure: Failure) -> str:
-    """A snippet that rebuilds the row and shows the check that failed."""
+    """A snippet that rebuilds the sample and shows the check that failed."""
     place = f"{failure.seed}, {failure.block}, {failure.most}, {failure.kind!r}"
     return f"""\
 # FAILED: {failure.check}
@@ -139,16 +139,16 @@ def reproducer(failure: Failure) -> str:
 import taut
 from fuzzing.runner import make, replay
 
-block, row = make({place}), {failure.row}
-problem = block.one(row)  # v, A, b, init, and what else there is
+block, sample = make({place}), {failure.sample}
+problem = block.one(sample)  # v, A, b, init, and what else there is
 solution = block.project(problem)
 print(taut.Status(solution.status).name, solution.residual, solution.iterations)
-print(replay({failure.row}, {place}))  # the checks that fail for this row within its block
+print(replay({failure.sample}, {place}))  # the checks that fail for this sample within its block
 """
 
 
 def replay(row: int, seed: int, number: int, most: int, kind: str = "equations") -> list[str]:
-    """The checks that a row of a block fails, neighbours and gradients included."""
+    """The checks that a sample of a block fails, neighbours and gradients included."""
     block = make(seed, number, most, kind)
     if isinstance(block, Within):
         solution = block.solve()
@@ -157,7 +157,7 @@ def replay(row: int, seed: int, number: int, most: int, kind: str = "equations")
         others = look_closely(block, answer, solution)[0] + check_tangents(block)[0]
         return [c for c, mask in checks if mask[row]] + [c for r, c in others if r == row]
     answer = Answer.of(block.solve())
-    failed = [check for check, mask in check_rows(block, answer).items() if mask[row]]
+    failed = [check for check, mask in check_samples(block, answer).items() if mask[row]]
     failed += [check for r, check in prove(block, answer).failures if r == row]
     others = check_gradients(block)[0] + check_bits(block) + check_curves(seed, number)[0]
     return failed + [check for r, check in others if r == row]

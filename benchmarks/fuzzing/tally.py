@@ -21,12 +21,12 @@ _KEPT = 200  # failures kept with their reproducer; all are counted
 
 @dataclass(frozen=True)
 class Failure:
-    """One row that failed one check."""
+    """One sample that failed one check."""
 
     seed: int
     block: int
     most: int
-    row: int
+    sample: int
     check: str
     about: str
     kind: str = "equations"
@@ -34,7 +34,7 @@ class Failure:
 
 @dataclass
 class Cell:
-    """Verdicts and iterations of some rows."""
+    """Verdicts and iterations of some samples."""
 
     verdicts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(VERDICTS), np.int64))
     steps: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -54,7 +54,7 @@ class Cell:
         mean = float(self.steps @ np.arange(len(self.steps))) / total if total else 0.0
         p99 = int(np.searchsorted(np.cumsum(self.steps), 0.99 * total)) if total else 0
         return {
-            "rows": int(self.verdicts.sum()),
+            "samples": int(self.verdicts.sum()),
             "silent_wrong": self.wrong,
             **names,
             "iterations_mean": round(mean, 2),
@@ -68,21 +68,21 @@ class Tally:
     """Everything a run found out."""
 
     cells: dict[tuple[str, ...], Cell] = field(default_factory=dict)
-    samples: Counter[str] = field(default_factory=Counter)
+    looked_at: Counter[str] = field(default_factory=Counter)
     checks: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
     promised: Cell = field(default_factory=Cell)
-    rows: int = 0
+    samples: int = 0
     blocks: int = 0
 
     def merge(self, other: "Tally") -> None:
         for key, cell in other.cells.items():
             self.cells.setdefault(key, Cell()).add(cell)
-        self.samples += other.samples
+        self.looked_at += other.looked_at
         self.checks += other.checks
         self.failures = (self.failures + other.failures)[:_KEPT]
         self.promised.add(other.promised)
-        self.rows += other.rows
+        self.samples += other.samples
         self.blocks += other.blocks
 
     @property
@@ -99,8 +99,8 @@ class Tally:
 
 
 def count_block(block: Block | Within, answer: Answer, wrong: Iterable[int]) -> Tally:
-    """The tally of one block; `wrong` are the rows that failed a check of their answer."""
-    tally = Tally(rows=len(block), blocks=1)
+    """The tally of one block; `wrong` are the samples that failed a check of their answer."""
+    tally = Tally(samples=len(block), blocks=1)
     bad = np.zeros(len(block), bool)
     bad[list(set(wrong))] = True
     codes = np.stack([block.target, block.logits, block.start], axis=1)
@@ -135,7 +135,7 @@ def _cell(answer: Answer, mask: NDArray[np.bool_], bad: NDArray[np.bool_]) -> Ce
 
 
 def _promised(block: Block | Within) -> NDArray[np.bool_]:
-    """Rows of the regimes in which at least 99.9 % must converge."""
+    """Samples of the regimes in which at least 99.9 % must converge."""
     if isinstance(block, Within):
         return block.promised
     limits = {"exp": 60, "sigmoid": 60, "tanh": 60, "srlu": 100, "linear": 1e6}
@@ -150,7 +150,7 @@ def _promised(block: Block | Within) -> NDArray[np.bool_]:
 
 
 _COLUMNS = {
-    "rows": "rows",
+    "samples": "samples",
     "silent_wrong": "silent wrong",
     "undecided": "undecided",
     "converged": "converged",
@@ -201,7 +201,7 @@ def report(tally: Tally) -> dict[str, Any]:
         "total": total.summary(),
         "promised to converge": tally.promised.summary(),
         "failed checks": dict(tally.checks),
-        "sampled": dict(sorted(tally.samples.items())),
+        "sampled": dict(sorted(tally.looked_at.items())),
         "failures": [vars(failure) for failure in tally.failures],
         "breakdowns": breakdowns,
     }
