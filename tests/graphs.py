@@ -51,6 +51,11 @@ def test_a_training_step_is_one_graph():
     assert_close(tables[0], tables[1], rtol=0, atol=1e-14)
     assert_close(grads[0], grads[1], rtol=0, atol=1e-15)
     assert tables[0].abs().max() > 0.1
+    before, (_, x, y, index) = memory.multipliers.clone(), batches[0]
+    for wrong in (-1, 20):  # a compiler would count −1 from the end
+        with pytest.raises(Exception, match=r"out of range|must lie in|out of bounds"):
+            fast(x, y, apply(A, y), index.clone().fill_(wrong))
+    assert_close(memory.multipliers, before, rtol=0, atol=0)
     with pytest.raises(taut.SolveError, match="6 of 6 samples could not be projected"):
         fast(batches[0][1], batches[0][2], torch.full((6, 2), 1e3), batches[0][3])
 
@@ -128,7 +133,7 @@ def test_the_loss_of_a_layer_in_other_shapes():
         alone(y + 2, b)
     with pytest.raises(Exception, match=r"y must have the shape of solution.z, \(2, 3, 5\)"):
         alone(y[0], b)
-    with pytest.raises(Exception, match="do not belong together in a memory"):
+    with pytest.raises(Exception, match="index must say of each sample of the batch"):
         compiled(lambda: layer.loss(v, y, b, memory=memory, index=index[0, 0]))()
 
 

@@ -135,6 +135,29 @@ def test_failures_under_vmap_raise():
         vmap(lambda v, b: taut.project(v, A, b, activation="sigmoid").z)(v, b + 100)
 
 
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
+def test_sparse_matrices_under_derivatives(layout):
+    """torch.func cannot hold one kept by rows or columns: it says so, and Prepared is a way out."""
+    v, A, b = problem(n=7)
+    sparse = getattr(A, f"to_sparse_{layout}")()
+    layer, prepared = taut.Projection(sparse, activation="sigmoid"), taut.prepare(sparse, "sigmoid")
+    layer(v, b)
+    expected = grad(lambda v: taut.project(v, A, b, activation="sigmoid").z.square().sum())(v)
+    ways = {
+        "project": lambda v: taut.project(v, sparse, b, activation="sigmoid").z,
+        "layer": lambda v: layer(v, b),
+        "rows": lambda v: taut.project(v, G=sparse, lower=b, upper=b, activation="sigmoid").z,
+        "prepared": lambda v: taut.project(v, prepared, b).z,
+    }
+    for name, z in ways.items():
+        if layout == "coo" or name == "prepared":
+            found = grad(lambda v, z=z: z(v).square().sum())(v)
+            assert_close(found, expected, rtol=0, atol=1e-12)
+            continue
+        with pytest.raises(NotImplementedError, match=f"sparse_{layout}: pass A.to_sparse_coo"):
+            grad(lambda v, z=z: z(v).square().sum())(v)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")  # torch itself
 def test_forward_and_reverse_jacobians_agree():
     v, A, b = problem(n=7)

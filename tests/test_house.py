@@ -39,6 +39,7 @@ STOREYS = [
     "compiled",
     "projection",
     "losses",
+    "head",
     "memory",
     "training",
     "modules",

@@ -98,8 +98,9 @@ def test_layout_mode_and_precision_of_what_is_given():
 
 BAD = {
     "nothing": (dict(), "no constraints"),
-    "A without b": (dict(A=torch.ones(1, 3), lower=0.0), "A and b belong together"),
-    "b without A": (dict(b=torch.ones(1), lower=0.0), "A and b belong together"),
+    "A without b": (dict(A=torch.ones(1, 3), lower=0.0), "needs b as well, an entry for each row"),
+    "A alone": (dict(A=torch.ones(1, 3)), r"A and b belong together.*project\(v, A, b\)"),
+    "b without A": (dict(b=torch.ones(1), lower=0.0), "A and b belong together.*there is no A"),
     "G without a side": (dict(G=torch.ones(1, 3)), "G without a side"),
     "G of another width": (dict(G=torch.ones(1, 4), lower=0.0), "G must have one column"),
     "transposed G": (dict(G=torch.ones(3, 1), lower=0.0), "Is G transposed"),

@@ -119,6 +119,10 @@ def test_memory_refuses():
     layer, v, b = layer_of()
     with pytest.raises(ValueError, match=r"index \(2,\) and multipliers \(6, 2\) do not belong"):
         memory.store(torch.arange(2), layer.solve(v, b))
+    for wrong in (4, -1):  # and nothing is written
+        with pytest.raises(IndexError, match=r"must lie in 0 … 3; got"):
+            memory.store(torch.tensor([0, 1, 2, 3, 0, wrong]), layer.solve(v, b))
+        assert not memory.multipliers.any()
     with pytest.raises(ValueError, match="must not be negative; got -1 samples, 2 constraints"):
         LagrangeMemory(-1, 2)
 
@@ -178,6 +182,29 @@ def test_head_keeps_the_dtype_of_A_and_its_state():
     for one, other in zip(twin(x), head(x), strict=True):
         assert_close(one, other)
     assert_close(twin.A, head.A)
+
+
+@pytest.mark.usefixtures("as_user")
+def test_head_takes_what_a_layer_takes():
+    """Lists, integers, sparse matrices; and a sentence for what does not belong together."""
+    torch.manual_seed(0)
+    A, G = torch.ones(1, K), torch.eye(2, K)
+    dense = LagrangeHead(8, A, G=G, lower=0.0)
+    x, state = torch.randn(6, 8), dense.state_dict()
+    expected = dense.predictor(*dense(x))
+    for ways in ((A.tolist(), G.tolist()), (A.int(), G.int()), (A.to_sparse(), G.to_sparse_csr())):
+        head = LagrangeHead(8, ways[0], G=ways[1], lower=[0.0, 0.0])
+        rest = {name: value for name, value in state.items() if name not in ("A", "G")}
+        head.load_state_dict(rest, strict=False)
+        assert_close(head.predictor(*head(x)), expected)
+    with pytest.raises(ValueError, match=r"a column for each output; got A \(1, 5\), G \(4, 4\)"):
+        LagrangeHead(8, A, G=torch.eye(4), lower=0.0)
+    with pytest.raises(TypeError, match=r"A is torch.float64 and G is torch.float32"):
+        LagrangeHead(8, A, G=G.float(), lower=0.0)
+    with pytest.raises(ValueError, match=r"lower must be a number or \(2,\).*got \(6, 2\)"):
+        LagrangeHead(8, A, G=G, lower=torch.zeros(6, 2))
+    with pytest.raises(TypeError, match="A must be a tensor, or a list or array of numbers"):
+        LagrangeHead(8, "A")
 
 
 @pytest.mark.usefixtures("as_user")

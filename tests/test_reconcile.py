@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import taut
-from tables import ALL, K, each_activation, few_activations, problem
+from tables import ALL, K, apply, each_activation, few_activations, problem
 from taut import Status, project, reconcile
 
 INF = math.inf
@@ -63,17 +63,34 @@ def test_zeros_that_leave_nothing_are_told():
     A, b = torch.tensor([[1.0, 1.0, 0.0]]), torch.ones(1)
     solution = reconcile(y, A, b, activation="exp", on_failure="return")
     assert solution.status.tolist() == [Status.CONVERGED, Status.INFEASIBLE]
-    with pytest.raises(taut.SolveError, match=r"held at an end.*outputs 0, 1"):
+    with pytest.raises(taut.SolveError, match=r"beside outputs 0 and 1, which are held"):
         reconcile(y, A, b, activation="exp")
+
+
+@pytest.mark.parametrize("name", ["exp", "sigmoid", "tanh"])
+def test_the_proof_of_an_infeasible_sample_holds_beside_outputs_that_are_held(name):
+    activation = ALL[name]
+    A, y = torch.randint(-1, 2, (3, 8)).double(), activation.sigma(torch.randn(64, 8))
+    b, low = apply(A, y), activation.range.lower
+    which = torch.rand(64, 8) < 0.6
+    found = reconcile(y.where(~which, low), A, b, activation=activation, on_failure="return")
+    proven = found.status == Status.INFEASIBLE
+    assert proven.sum() > 20 and (found.status <= Status.INFEASIBLE).all()
+    assert (found.radius[proven] > 1e6).all() and found.radius[~proven].isnan().all()
+    lower, upper = (torch.where(which, low, x) for x in (-torch.inf, torch.inf))
+    for i in proven.nonzero().squeeze(-1).tolist():
+        ends = {"lower": lower[i], "upper": upper[i], "radius": found.radius[i].item()}
+        assert taut.is_certificate(found.multipliers[i], A, b[i], activation, **ends)
 
 
 def test_a_y_outside_the_range():
     """An error that names it; or, where samples that fail are returned, its own failure only."""
     y, A, b = torch.tensor([[0.5, 0.2], [-0.1, 0.4]]), torch.ones(1, 2), torch.ones(1)
-    with pytest.raises(ValueError, match=r"y must lie in \[0.0, inf\].*got -0.1 in sample 1"):
+    with pytest.raises(ValueError, match=r"y must lie in \[0, inf\].*got -0.1 in sample 1"):
         reconcile(y, A, b, activation="exp")
     solution = reconcile(y, A, b, activation="exp", on_failure="return")
     assert solution.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
+    assert "entries of v. reconcile makes such a v of a y out of range" in solution.report()
 
 
 @few_activations

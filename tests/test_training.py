@@ -325,10 +325,12 @@ def test_refusals():
     with pytest.raises(IndexError, match=r"must lie in 0 … 11; got -1 … 4"):
         bad = torch.tensor([0, 1, 2, 3, 4, -1])
         step.layer.loss(v, y, b, memory=memory, index=bad)
-    with pytest.raises(ValueError, match=r"init must be .*\(6, 2\)"):
+    with pytest.raises(ValueError, match=r"index must say of each sample .*\(6,\); got \(5,\)"):
         step.layer.loss(v, y, b, memory=memory, index=index[:5])
-    with pytest.raises(ValueError, match=r"init must be .*\(6, 2\)"):
+    with pytest.raises(ValueError, match=r"memory has 3 multipliers .* layer 2 constraints"):
         step.layer.loss(v, y, b, memory=LagrangeMemory(SAMPLES, 3), index=index)
+    with pytest.raises(TypeError, match=r"memory must be a taut.LagrangeMemory; got Tensor"):
+        step.layer.loss(v, y, b, memory=memory.multipliers, index=index)
     with pytest.raises(TypeError, match=r"index must hold integers; got torch.float32"):
         step.layer.loss(v, y, b, memory=memory, index=index.float())
     with pytest.raises(TypeError, match=r"v is torch.float64 and b is torch.float32"):

@@ -113,6 +113,18 @@ def test_contradicting_equations_are_inconsistent(name, dtype):
     assert solution.status.tolist() == [0, Status.INCONSISTENT, 0]
     with pytest.raises(SolveError, match=r"1 INCONSISTENT \(sample 1\).*redundant equations"):
         project(v, A, b, activation=activation)
+    for sparse in (A.to_sparse(), A.to_sparse_csr()):  # the same verdict, and no run-away
+        found = project(v, sparse, b, activation=activation, on_failure="return")
+        assert found.status.tolist() == [0, Status.INCONSISTENT, 0]
+        beside = apply(A, found.z) - b
+        assert_close(beside[1].abs().amax(), torch.tensor(0.1 / 3, dtype=dtype), rtol=1e-3, atol=0)
+        assert_close(found.residual, beside.abs().amax(-1), rtol=0, atol=1e-6)
+        size = found.multipliers[1].abs().amax()
+        assert size < 10 * (1 + solution.multipliers[1].abs().amax())
+        u = (v + apply(A.mT, found.multipliers))[1]
+        assert_close(found.u[1], u, rtol=0, atol=100 * torch.finfo(dtype).eps * (1 + size))
+        with pytest.raises(SolveError, match=r"In sample 1 equation \d asks for .* make it"):
+            project(v, sparse, b, activation=activation)
 
 
 @pytest.mark.parametrize("name", ["linear", "sigmoid"])
@@ -193,6 +205,30 @@ def test_is_certificate_of_batches():
     assert own.tolist() == [True, False]
 
 
+@pytest.mark.usefixtures("as_user")
+def test_is_certificate_takes_lists_and_refuses_what_does_not_belong_together():
+    A, b = [[1, 1]], [3.0]
+    assert is_certificate([1.0], A, b, "sigmoid")
+    assert is_certificate([1.0], np.ones((1, 2)), b, "linear", upper=[1.0, 1.0])
+    assert is_certificate([1.0, 0.0], A, b, "sigmoid", G=torch.eye(1, 2).to_sparse(), lower=0.1)
+    assert is_certificate([[1.0]], A, b, "sigmoid", radius=[5.0]).tolist() == [True]
+    wrong = [
+        (([1.0, 1.0], A, b), {}, r"each of the 1 rows .* multipliers \(2,\), A \(1, 2\)"),
+        ((1.0, A, b), {}, r"each of the 1 rows .* multipliers \(\)"),
+        (([1.0], [1.0, 1.0], b), {}, r"A and G must be \(I, K\).* A \(2,\)"),
+        (([1.0], A, [1.0, 2.0]), {}, r"b must have one entry for each equation.* b \(2,\)"),
+        (([1.0] * 2, A, b), {"G": [[1.0]], "lower": 0.0}, r"A and G must be .* G \(1, 1\)"),
+        (([1.0] * 2, A, b), {"G": A, "lower": [0.0] * 3}, r"per row of G.* lower \(3,\)"),
+        (([1.0], A, b), {"upper": [0.0] * 3}, r"per output.* upper \(3,\)"),
+        ((torch.ones(4, 1), A, torch.ones(3, 1)), {}, r"as many everywhere.* b \(3, 1\)"),
+    ]
+    for given, sides, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            is_certificate(*given, "sigmoid", **sides)
+    with pytest.raises(TypeError, match="A must be a tensor, or a list"):
+        is_certificate([1.0], taut.prepare(torch.ones(1, 2)), b, "sigmoid")
+
+
 def test_certificate_with_sparse_A():
     A, b = torch.ones(1, 2).to_sparse(), torch.tensor([3.0])
     assert taut.is_certificate(torch.tensor([1.0]), A, b, "sigmoid")
@@ -206,8 +242,8 @@ def test_margins_that_contradict_each_other_are_not_solved():
     solution = taut.project(
         torch.zeros(64), margins(8, 8).to_sparse(), b, activation="exp", on_failure="return"
     )
-    verdict = taut.Status(solution.status)
-    assert verdict in (taut.Status.INFEASIBLE, taut.Status.INCONSISTENT)
+    assert taut.Status(solution.status) is taut.Status.INCONSISTENT
+    assert solution.z.max() < 1.0  # for the nearest b that does not contradict itself
 
 
 # The fuzzer: many little blocks, every check, the same samples every time

@@ -96,8 +96,10 @@ def test_held_outputs_are_named():
     v = torch.tensor([[0.0, 0.0, 0.0], [0.0, -INF, 0.0]])
     found = project(v, lower=0.1, activation="exp", on_failure="return")
     assert found.status.tolist() == [0, 2]
-    said = "In sample 1 output 1 would have to be at least 0.1 and at most 0. It is held at an end"
-    assert said in found.report()
+    said = (
+        "In sample 1 output 1 would have to be at least 0.1 and at most 0. Proven beside output 1"
+    )
+    assert f"{said}, which is held at an end of the range." in found.report()
 
 
 def test_sides_that_ask_for_infinity_are_named():

@@ -4,9 +4,10 @@ from taut import activations as activations, backends as backends, distributed a
 from taut.activations import Activation as Activation, Interval as Interval
 from taut.analysis import ConditionWarning as ConditionWarning
 from taut.certificate import is_certificate as is_certificate
+from taut.head import LagrangeHead as LagrangeHead
 from taut.losses import bregman_loss as bregman_loss, matched_loss as matched_loss
 from taut.memory import LagrangeMemory as LagrangeMemory
-from taut.modules import LagrangeHead as LagrangeHead, Projection as Projection
+from taut.modules import Projection as Projection
 from taut.outcome import (
     FailureWarning as FailureWarning,
     SolveError as SolveError,

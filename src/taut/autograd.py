@@ -50,6 +50,20 @@ def is_transformed(x: Any) -> bool:
     )
 
 
+def unseen(*matrices: Tensor | None) -> bool:
+    """Is one of them seen through torch.func? One that torch.func cannot even hold is refused."""
+    for x in matrices:
+        if x is not None and x.layout not in (torch.strided, torch.sparse_coo):
+            try:
+                x.detach()
+            except RuntimeError:
+                raise NotImplementedError(
+                    f"derivatives of torch.func cannot read a matrix in {x.layout}: pass "
+                    "A.to_sparse_coo(), or prepare A before, taut.prepare(A, activation)."
+                ) from None
+    return any(is_transformed(x) for x in matrices)
+
+
 def is_followed(x: Tensor) -> bool:
     """Is x mapped by vmap, or are derivatives taken in it, at any level of torch.func or none?
 

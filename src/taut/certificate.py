@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from taut.accept import Numbers, as_floating
 from taut.activations import Activation, Interval, resolve
 from taut.maps import LinearMap, as_map, stacked
 from taut.systems import solve_lifted
@@ -60,22 +61,23 @@ def likely(
 
 
 def is_certificate(
-    multipliers: Float[Tensor, "*batch I"],
-    A: Float[Tensor, "*A_batch I K"] | None,
-    b: Float[Tensor, "*b_batch I"] | None,
+    multipliers: Float[Tensor, "*batch I"] | Numbers,
+    A: Float[Tensor, "*A_batch I K"] | Numbers | None,
+    b: Float[Tensor, "*b_batch I"] | Numbers | None,
     activation: str | Activation,
     *,
-    G: Float[Tensor, "*G_batch M K"] | None = None,
-    lower: Float[Tensor, "..."] | float | None = None,
-    upper: Float[Tensor, "..."] | float | None = None,
-    radius: float | Float[Tensor, "*#batch"] = torch.inf,
+    G: Float[Tensor, "*G_batch M K"] | Numbers | None = None,
+    lower: Float[Tensor, "..."] | Numbers | float | None = None,
+    upper: Float[Tensor, "..."] | Numbers | float | None = None,
+    radius: float | Float[Tensor, "*#batch"] | Numbers = torch.inf,
 ) -> Bool[Tensor, "*batch"]:
     """Do λ, and ν of G, prove that no z in the range of the activation satisfies the constraints?
 
     They are A z = b and lower ≤ G z ≤ upper, or, without G, lower ≤ z ≤ upper. With a finite
     `radius`, one for all or one for each sample, it is asked only that no z with |z| ≤ radius does.
     Rounding is on the safe side: True is a proof for the numbers given, in exact arithmetic.
-    False says only that this λ proves nothing.
+    False says only that this λ proves nothing. An output that v = ±inf, or a y at an end of the
+    range, held has both bounds at that end: without G, pass them as `lower` and `upper`.
 
     >>> A, b = torch.ones(1, 2), torch.tensor([3.0])  # two numbers below 1 cannot sum to 3
     >>> is_certificate(torch.tensor([1.0]), A, b, "sigmoid")
@@ -83,44 +85,72 @@ def is_certificate(
     >>> is_certificate(torch.tensor([1.0]), A, b, "linear", upper=1.0)
     tensor(True)
     """
-    activation = resolve(activation)
     if A is None and G is None and lower is None and upper is None:
         raise ValueError("a certificate is one of constraints: it needs A, G or bounds.")
     if A is not None and b is None:
         raise ValueError("A without b: pass the b of A z = b.")
-    full = not isinstance(radius, Tensor) and radius == torch.inf
-    if G is None and lower is None and upper is None and full:
-        assert A is not None and b is not None  # noqa: S101
-        _check_lengths(multipliers, A, b, A.shape[-2])
-        return proves(multipliers, as_map(A), b, activation)
-    ends = activation.range.bounds(multipliers.double())
+    own = {"multipliers": multipliers, "A": A, "b": b, "G": G, "lower": lower, "upper": upper}
+    given: dict[str, Any] = {
+        name: x if x is None else as_floating(name, x, torch.float64)
+        for name, x in {**own, "radius": radius}.items()
+    }
+    _check_shapes(given)
+    return _certified(resolve(activation), *given.values())
+
+
+def _certified(
+    activation: Activation,
+    ν: Tensor,
+    A: Any,
+    b: Any,
+    G: Any,
+    lower: Any,
+    upper: Any,
+    radius: Tensor,
+) -> Bool[Tensor, "*batch"]:
+    if G is None and lower is None and upper is None and bool((radius == torch.inf).all()):
+        return proves(ν, as_map(A), b, activation)
+    ends = activation.range.bounds(ν.double())
     if G is None:
         ends = _narrowed(ends, lower, upper)
     if A is None and G is None:  # bounds alone: they are empty, or they are not
-        _check_rows(multipliers, 0)
-        return (ends[0] > ends[1]).any(-1).expand(multipliers.shape[:-1])
-    C, sides = _stacked(A, b, G, lower, upper, multipliers)
-    return reach_of_proof(multipliers.double(), C, *sides, *ends) >= radius
+        return (ends[0] > ends[1]).any(-1).expand(ν.shape[:-1])
+    C, sides = _stacked(A, b, G, lower, upper)
+    return reach_of_proof(ν.double(), C, *sides, *ends) >= radius
 
 
-def _check_lengths(multipliers: Tensor, A: Tensor, b: Tensor, rows: int) -> None:
-    if multipliers.shape[-1] != rows or b.shape[-1:] != A.shape[-2:-1]:
-        raise ValueError(
-            "multipliers and b must have one entry for each equation; got multipliers "
-            f"{tuple(multipliers.shape)}, A {tuple(A.shape)}, b {tuple(b.shape)}."
-        )
-
-
-def _check_rows(multipliers: Tensor, rows: int) -> None:
-    if multipliers.shape[-1] != rows:
+def _check_shapes(given: dict[str, Any]) -> None:
+    """Refuse what does not belong together: rows, outputs, samples."""
+    shapes = {name: tuple(x.shape) for name, x in given.items() if x is not None}
+    received = ", ".join(f"{k} {v}" for k, v in shapes.items() if v or k == "multipliers")
+    matrices = [shapes[name] for name in ("A", "G") if name in shapes]
+    if any(len(x) < 2 for x in matrices) or len({x[-1] for x in matrices}) > 1:
+        raise ValueError(f"A and G must be (I, K) and (M, K), or of each sample; got {received}.")
+    rows = sum(x[-2] for x in matrices)
+    if shapes["multipliers"][-1:] != (rows,):
         raise ValueError(
             f"multipliers must have one entry for each of the {rows} rows of A and G; got "
-            f"{tuple(multipliers.shape)}."
+            f"{received}."
         )
+    if "b" in shapes and shapes["b"][-1:] != shapes["A"][-2:-1]:
+        raise ValueError(f"b must have one entry for each equation; got {received}.")
+    width = shapes["G"][-2] if "G" in shapes else matrices[0][-1] if matrices else None
+    for name in ("lower", "upper"):
+        if width is not None and shapes.get(name, ())[-1:] not in ((), (width,)):
+            what = "row of G" if "G" in shapes else "output"
+            raise ValueError(
+                f"{name} must be a number, or have an entry per {what}; got {received}."
+            )
+    ends = {"A": -2, "G": -2, "radius": None}
+    fronts = [x[: ends.get(name, -1)] for name, x in shapes.items()]
+    try:
+        torch.broadcast_shapes(*fronts)
+    except RuntimeError:
+        raise ValueError(f"the samples must be as many everywhere; got {received}.") from None
 
 
 def _stacked(
-    A: Tensor | None, b: Tensor | None, G: Tensor | None, lower: Any, upper: Any, like: Tensor
+    A: Tensor | None, b: Tensor | None, G: Tensor | None, lower: Any, upper: Any
 ) -> tuple[LinearMap, tuple[Tensor, Tensor]]:
     """C = [A; G] with its lower and upper sides, in float64."""
     matrices, lowers, uppers = [], [], []
@@ -132,7 +162,6 @@ def _stacked(
         for sides, given, none in ((lowers, lower, -torch.inf), (uppers, upper, torch.inf)):
             side = torch.as_tensor(none if given is None else given, dtype=torch.float64)
             sides.append(side.expand(torch.broadcast_shapes(side.shape, shape)))
-    _check_rows(like, sum(x.shape[-2] for x in matrices))
     if any(x.layout is not torch.strided for x in matrices):
         C = as_map(matrices[0]) if len(matrices) == 1 else stacked(matrices[0], matrices[1])
     else:

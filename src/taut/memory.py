@@ -104,6 +104,10 @@ class LagrangeMemory:
                 f"store needs the Solution of the samples; got {type(solution).__name__}."
             )
         index, table = self.rows(index), self.multipliers
+        if index.numel() and not torch.compiler.is_compiling():  # before anything is written
+            low, high = index.aminmax()
+            if low < 0 or high >= len(table):
+                self._check_range(index)
         found = solution.multipliers.detach()
         if found.shape != (*index.shape, table.shape[-1]):
             raise ValueError(
@@ -120,11 +124,25 @@ class LagrangeMemory:
                 found = torch.where(usable.unsqueeze(-1), found, table.index_select(0, index))
             else:
                 index, found = index[usable], found[usable]
-        try:
-            table.index_copy_(0, index, found)
-        except (IndexError, RuntimeError):
-            self._check_range(index)
-            raise
+        table.index_copy_(0, index, found)
+
+    def recalled(
+        self, index: Int[Tensor, "*batch"], batch: torch.Size, constraints: int
+    ) -> Float[Tensor, "*batch I"]:
+        """Those at `index`, for a batch of that shape of samples with so many constraints."""
+        columns = self.multipliers.shape[1]
+        if columns != constraints:
+            raise ValueError(
+                f"this memory has {columns} multipliers a sample, and the layer {constraints} "
+                f"constraints: make LagrangeMemory({self.num_samples}, {constraints})."
+            )
+        found = self[index]
+        if found.shape[:-1] != batch:
+            raise ValueError(
+                f"index must say of each sample of the batch which one it is, {tuple(batch)}; got "
+                f"{tuple(found.shape[:-1])}."
+            )
+        return found
 
     def overwrite(self, index: Int[Tensor, "*batch"], found: Float[Tensor, "*batch I"]) -> None:
         """Put these multipliers where those at `index` were, whatever they are."""
@@ -146,6 +164,8 @@ class LagrangeMemory:
             if not index.is_cpu:
                 self._check_range(index)
             index = index.long()
+        if torch.compiler.is_compiling():  # a compiler would count negative ones from the end
+            index = torch.where(index < 0, len(self), index)
         return index if self.world_size == 1 else self._own(index)
 
     def _own(self, index: Tensor) -> Tensor:

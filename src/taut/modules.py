@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from taut import compiled
 from taut.accept import Numbers, as_floating, check_h, check_matrix
 from taut.activations import Activation, resolve
-from taut.autograd import check_recorded, is_transformed, recording, transforming, uncompiled
+from taut.autograd import check_recorded, recording, transforming, uncompiled, unseen
 from taut.losses import Reduction, matched_loss, reduced
 from taut.maps import as_map
 from taut.memory import LagrangeMemory
@@ -196,12 +196,8 @@ class Projection(nn.Module):
         >>> 2 * v.grad[0]  # z − y; the mean is over two samples
         tensor([ 0.3333,  0.3333, -0.6667])
         """
-        if (memory is None) != (index is None):
-            raise TypeError(
-                "memory and index belong together: pass the samples of this batch as index."
-                if index is None
-                else "index says which samples of a memory these are: pass memory as well."
-            )
+        if (memory is None) != (index is None) or not isinstance(memory, LagrangeMemory | None):
+            raise _not_a_memory(memory, index)
         own = self._buffers
         free = own.get("G", own) is own.get("lower", own) is own.get("upper", own) is None
         if free and lower is None and upper is None and self.h is None and not params:
@@ -211,7 +207,7 @@ class Projection(nn.Module):
             found = loss_at_once(self._known, self.solver, given, table, rows, reduction)
             if found is not None:
                 return found
-        init = None if memory is None or index is None else memory[index]
+        init = None if memory is None or index is None else self._recalled(v, memory, index)
         if torch.compiler.is_compiling() and not self._sparse:
             options = self._options(init, lower, upper, params)
             found = compiled.loss(v, self.A, self.b if b is None else b, y, options)
@@ -224,6 +220,16 @@ class Projection(nn.Module):
         if memory is not None and index is not None:
             memory.store(index, solution)
         return loss
+
+    def _recalled(self, v: Any, memory: LagrangeMemory, index: Any) -> Tensor | None:
+        """Where to start the samples at `index`.
+
+        Beside h nowhere: without their u, multipliers lead to other points and take more steps.
+        """
+        if self.h is not None:
+            return None
+        rows = sum(x.shape[-2] for x in (self.A, self.G) if x is not None)
+        return memory.recalled(index, torch.as_tensor(v).shape[:-1], rows)
 
     def _options(self, init: Any, lower: Any, upper: Any, params: Any) -> dict[str, Any]:
         """What `project` is given beside v, A and b."""
@@ -254,7 +260,7 @@ class Projection(nn.Module):
     ) -> Prepared | Unprepared:
         """What is known of A and G: worked out once, and again when they were moved or changed."""
         before = self._prepared
-        if transforming() and (is_transformed(A) or is_transformed(G)):
+        if transforming() and unseen(A, G):
             return known_with(A, G, self.activation) if sided else known(A, self.activation)
         if (
             before is None
@@ -284,6 +290,16 @@ class Projection(nn.Module):
         return f"{shapes}activation={self.activation.name!r}, solver={self.solver}"
 
 
+def _not_a_memory(memory: object, index: object) -> TypeError:
+    if memory is None:
+        return TypeError("index says which samples of a memory these are: pass memory as well.")
+    if index is None:
+        return TypeError(
+            "memory and index belong together: pass the samples of this batch as index."
+        )
+    return TypeError(f"memory must be a taut.LagrangeMemory; got {type(memory).__name__}.")
+
+
 def _own_dtype(A: object) -> torch.dtype | None:
     """An array that is floating keeps its dtype; lists and integers get the default one."""
     return None if "float" in str(getattr(A, "dtype", "")) else torch.get_default_dtype()
@@ -299,102 +315,3 @@ def _same(known: Tensor, A: Tensor) -> bool:
     same = torch.equal(before.pattern.columns, now.pattern.columns)  # pyright: ignore
     same = same and torch.equal(before.pattern.rows, now.pattern.rows)  # pyright: ignore
     return same and torch.equal(before.data, now.data)
-
-
-@final
-class LagrangeHead(nn.Module):
-    """Lagrange units predicted from lower layers: (v, λ) from features, u = v + Aᵀλ + Gᵀν.
-
-    The paper's units "coupled by standard means to lower layers": for use where b is not known
-    at test time, trained with `bregman_loss`; or, where it is, as the start of an exact solve.
-    Units of inequalities have one sign: ν ≥ 0 for a lower side, ν ≤ 0 for an upper one, either
-    for both. They start near 0; with them, `bregman_loss` + Σ|ν| slack(y) bounds the matched loss
-    from above.
-
-    >>> head = LagrangeHead(8, torch.ones(1, 3), activation="sigmoid")
-    >>> v, multipliers = head(torch.zeros(5, 8))
-    >>> head.predictor(v, multipliers).shape
-    torch.Size([5, 3])
-    """
-
-    A: Tensor
-    G: Tensor | None
-
-    def __init__(
-        self,
-        in_features: int,
-        A: Float[Tensor, "I K"],
-        activation: str | Activation = "linear",
-        *,
-        G: Float[Tensor, "M K"] | None = None,
-        lower: Float[Tensor, "..."] | float | None = None,
-        upper: Float[Tensor, "..."] | float | None = None,
-        h: Any = None,
-    ):
-        super().__init__()
-        if h is not None:
-            raise NotImplementedError(
-                "LagrangeHead knows no h: multipliers of nonlinear equations do not give z, as "
-                "their weights J(z) depend on it. Use taut.Projection(A, b, h=h)."
-            )
-        for name, x in (("A", A), ("G", G)):
-            if x is not None and x.ndim != 2:
-                raise ValueError(
-                    f"LagrangeHead needs one {name} for all samples, (I, K); got {tuple(x.shape)}."
-                )
-        if G is None and not (lower is None and upper is None):
-            raise ValueError(
-                "bounds on z have no multipliers to predict: clip σ(u), or give the bounds as "
-                "rows, G=torch.eye(K)."
-            )
-        self.register_buffer("A", A.detach().clone())
-        self.register_buffer("G", None if G is None else G.detach().clone())
-        self.activation: Activation = resolve(activation)
-        rows, columns = A.shape
-        self.linear: nn.Linear = nn.Linear(in_features, columns).to(A.dtype)
-        self.lagrange: nn.Linear = nn.Linear(in_features, rows).to(A.dtype)
-        if G is not None:
-            self.signed: _Signed = _Signed(in_features, G, lower, upper)
-
-    def forward(
-        self, x: Float[Tensor, "*batch J"]
-    ) -> tuple[Float[Tensor, "*batch K"], Float[Tensor, "*batch multipliers"]]:
-        """The free predictor v and the predicted multipliers: λ, then ν."""
-        multipliers = self.lagrange(x)
-        if self.G is not None:
-            multipliers = torch.cat([multipliers, self.signed(x)], -1)
-        return self.linear(x), multipliers
-
-    def predictor(
-        self, v: Float[Tensor, "*batch K"], multipliers: Float[Tensor, "*batch multipliers"]
-    ) -> Float[Tensor, "*batch K"]:
-        """u = v + Aᵀλ + Gᵀν; σ(u) is the output, `bregman_loss(u, y, activation)` the loss."""
-        C = self.A if self.G is None else torch.cat([self.A, self.G])
-        return v + multipliers @ C
-
-
-@final
-class _Signed(nn.Module):
-    """The units of inequalities: softplus for each side that there is, off at the start."""
-
-    sides: Tensor
-
-    def __init__(self, in_features: int, G: Tensor, lower: Any, upper: Any):
-        super().__init__()
-        rows = len(G)
-        none = {"lower": -torch.inf, "upper": torch.inf}
-        given = {"lower": lower, "upper": upper}
-        sides = [
-            torch.as_tensor(none[name] if x is None else x).expand(rows).isfinite()
-            for name, x in given.items()
-        ]
-        if not bool((sides[0] | sides[1]).any()):
-            raise ValueError("G without a side constrains nothing: pass lower, upper, or both.")
-        self.register_buffer("sides", torch.stack(sides).to(G))
-        self.units: nn.Linear = nn.Linear(in_features, 2 * rows).to(G.dtype)
-        nn.init.constant_(self.units.bias, -4.0)
-
-    def forward(self, x: Float[Tensor, "*batch J"]) -> Float[Tensor, "*batch M"]:
-        """ν = softplus(a) − softplus(c)."""
-        up, down = nn.functional.softplus(self.units(x)).chunk(2, -1)
-        return self.sides[0] * up - self.sides[1] * down

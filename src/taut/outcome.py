@@ -65,8 +65,8 @@ _MESSAGES = {
         "Make b consistent (b = A y for some y), or drop the redundant equations"
     ),
     Status.NONFINITE: (
-        "v, A, b or params hold NaN or inf, or overflow in this dtype. Look upstream for the first "
-        "non-finite value, or solve in float64"
+        "what was given, or what it gives, is NaN or inf, or overflows in this dtype. Look "
+        "upstream for the first non-finite value, or solve in float64"
     ),
     Status.STUCK: (
         "the violation has a minimum above 0 here, so probably no z near it satisfies A z = b; "
@@ -206,7 +206,7 @@ def explain(
         what = "|A z − b|" if statement == "A z = b" else "violation"
         size = f"largest {what} {residual[here].max().item():.1e}"
         message = verdict.message.replace("A z = b", statement)
-        if statement != "A z = b":
+        if statement == "the constraints":
             message = message.replace("Check b", "Check b and the sides")
         more = remark(verdict, int(here.reshape(-1).nonzero()[0]))
         first = places(here, 1).removesuffix(", …")

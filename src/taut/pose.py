@@ -68,7 +68,12 @@ def _with_or_without(v: Any, A: Any, b: Any) -> tuple[Tensor, Tensor, Tensor]:
     if v.ndim < 1:
         raise ValueError(f"v must be (*batch, K); got {tuple(v.shape)}.")
     if (A is None) != (b is None):
-        raise ValueError("A and b belong together: A z = b needs both, or neither.")
+        raise ValueError(
+            "A and b belong together: A z = b needs b as well, an entry for each row of A, as in "
+            "project(v, A, b)."
+            if b is None
+            else "A and b belong together: b is that of A z = b, and there is no A."
+        )
     A = v.new_zeros(0, v.shape[-1]) if A is None else as_floating("A", A, v.dtype, v.device)
     b = v.new_zeros(0) if b is None else as_floating("b", b, v.dtype, v.device)
     return v, A, b
@@ -78,12 +83,17 @@ def check_range(name: str, y: Tensor, activation: Activation) -> None:
     """Refuse a y that is not in the closed range of σ."""
     outside = ~activation.range.contains(y)
     if bool(outside.any()):
-        lower, upper = activation.range.lower, activation.range.upper
-        samples = places(outside.any(-1))
+        ends = [x.expand_as(y)[outside][0].item() for x in activation.range.bounds(y)]
+        output, samples = int(outside.nonzero()[0, -1]), places(outside.any(-1))
+        own = any(isinstance(x, Tensor) for x in (activation.range.lower, activation.range.upper))
+        where = f" in output {output}" if own else ""
+        found = y.detach()[outside]
+        numbers = ", ".join(f"{x:.6g}" for x in found[:3].tolist())
         raise ValueError(
-            f"{name} must lie in [{lower}, {upper}], the closed range of {activation.name!r}; got "
-            f"{y.detach()[outside][0].item():.6g}{f' in sample {samples}' if samples else ''}. "
-            "Clip them, leave these samples out, or use an activation with a wider range."
+            f"{name} must lie in [{ends[0]:.6g}, {ends[1]:.6g}]{where}, the closed range of "
+            f"{activation.name!r}; got {numbers}{', …' if len(found) > 3 else ''}"
+            f"{f' in sample {samples}' if samples else ''}. Clip them, leave these samples out, or "
+            "use an activation with a wider range."
         )
 
 
@@ -167,7 +177,7 @@ class Given(NamedTuple):
 
 def fitted_sides(v: Any, A: Any, b: Any, G: Any, lower: Any, upper: Any, init: Any) -> Given:
     """`fitted` for A z = b with lower ≤ G z ≤ upper, or with lower ≤ z ≤ upper without G."""
-    if lower is None and upper is None:
+    if lower is None and upper is None and (A is None) == (b is None):
         raise ValueError(
             "G without a side constrains nothing: pass lower, upper, or both."
             if G is not None

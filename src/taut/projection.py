@@ -11,7 +11,7 @@ from torch import Tensor
 from taut import compiled
 from taut.accept import Numbers, as_floating, check_h
 from taut.activations import Activation, resolve
-from taut.autograd import followed, is_transformed, recording, transforming
+from taut.autograd import followed, recording, transforming, unseen
 from taut.implicit import solve
 from taut.maps import as_map, stacked
 from taut.outcome import failure
@@ -194,7 +194,7 @@ def projected_within(
 
 def known_with(A: Tensor, G: Tensor | None, activation: Activation) -> Prepared | Unprepared:
     """`known`, with inequalities or, where G is None, bounds."""
-    if transforming() and (is_transformed(A) or is_transformed(G)):
+    if transforming() and unseen(A, G):
         return Unprepared(activation, stacked(A, G), A.shape[-2])
     if G is None:
         return examined(A, activation).bounded
@@ -323,7 +323,7 @@ def check_settings(solver: Any, on_failure: Any) -> None:
 
 def known(A: Tensor, activation: Activation) -> Prepared | Unprepared:
     """What is known of A and σ; under a transform, that it cannot be known yet."""
-    if transforming() and is_transformed(A):
+    if transforming() and unseen(A):
         return Unprepared(activation, as_map(A if A.ndim < 4 else A.flatten(0, -3)))
     return examined(A, activation)
 

@@ -43,6 +43,14 @@ def remarks(problem: Problem, outcome: Outcome) -> Remark:
     return remark
 
 
+def at_ends(problem: Problem, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
+    """Between what z may be: an infinite v holds its output at the end that it points to."""
+    v = problem.inputs[0].detach().to(least.dtype)
+    floor, ceiling = problem.prepared.activation.range.bounds(v)
+    least = torch.where(v == torch.inf, torch.maximum(least, ceiling), least)
+    return least, torch.where(v == -torch.inf, torch.minimum(most, floor), most)
+
+
 @final
 class _Rows(NamedTuple):
     """One sample: what is asked of each row and each output, and by whom."""
@@ -65,9 +73,7 @@ class _Rows(NamedTuple):
         C = DenseMap(data[0]) if not C.shared else C.over(data)
         v, activation = problem.v[0].detach().double(), problem.prepared.activation
         floor, ceiling = (x.expand_as(v) for x in activation.range.bounds(v))
-        # An infinite v holds its output at the end that it points to.
-        least = torch.where(v == torch.inf, torch.maximum(least, ceiling), least)
-        most = torch.where(v == -torch.inf, torch.minimum(most, floor), most)
+        least, most = (x.squeeze(0) for x in at_ends(problem, least, most))
         count = problem.equations if isinstance(problem, Inequalities) else C.shape[0]
         return _Rows(C, lower, upper, least, most, floor, ceiling, count, activation.name)
 
@@ -97,8 +103,13 @@ def _joined(words: Sequence[str]) -> str:
 def _held(problem: Linear | Inequalities) -> str:
     v, (lower, upper) = problem.v[0], problem.prepared.activation.range.bounds(problem.v[0])
     which = (v.isneginf() & lower.isfinite()) | (v.isposinf() & upper.isfinite())
-    outputs = ", ".join(map(str, which.nonzero().squeeze(-1).tolist()))
-    return f" It is held at an end of the range in outputs {outputs}." if outputs else ""
+    outputs = which.nonzero().squeeze(-1).tolist()
+    if not outputs:
+        return ""
+    are, more = "are" if len(outputs) > 1 else "is", outputs[_FEW:]
+    named = [str(i) for i in outputs[:_FEW]] + ([f"{len(more)} more"] if more else [])
+    what = f"output{'s' if len(outputs) > 1 else ''} {_joined(named)}"
+    return f" Proven beside {what}, which {are} held at an end of the range."
 
 
 def _clash(rows: _Rows, ν: Tensor) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from taut.certificate import reach_of_proof
 from taut.outcome import Outcome, Status, explain, tally
 from taut.problems import Problem
-from taut.remarks import remarks
+from taut.remarks import at_ends, remarks
 
 _VERSION = attrgetter("_version")
 
@@ -90,15 +90,14 @@ class Solution:
     def radius(self) -> Float[Tensor, "*batch"]:
         """How far the proof of an INFEASIBLE sample goes: no z with |z| ≤ radius will do.
 
-        It is inf for a full proof, and NaN where there is none, or none for outputs that v = ±inf,
-        or a y at an end of the range, holds there.
+        It is inf for a full proof, and NaN where there is none. Outputs that v = ±inf, or a y at an
+        end of the range, holds there stand still in the proof.
         """
         with torch.no_grad():
             C, *others = self._problem.sides
             infeasible = self._outcome.status == Status.INFEASIBLE
-            # Of held outputs a proof says nothing: it is of those that are left.
-            infeasible = infeasible & ~self._problem.inputs[0].isinf().any(-1)
-            lower, upper, least, most = (x.detach().double() for x in others)
+            lower, upper, *ends = (x.detach().double() for x in others)
+            least, most = at_ends(self._problem, *ends)
             ν = self._outcome.multipliers.detach().double()
             C = C.over(C.data.detach().double())
             found = reach_of_proof(ν, C, lower, upper, least, most)

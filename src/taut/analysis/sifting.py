@@ -31,6 +31,11 @@ class Sifted(Plain):
     def project(self, x: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         return x - (x @ self.null) @ self.null.mT
 
+    def contradictory(
+        self, b: Float[Tensor, "n I"], scale: Float[Tensor, "n I"], eps: float
+    ) -> Bool[Tensor, "n"]:
+        return ((b @ self.null).abs() > eps**0.5 * (scale @ self.null.abs())).any(-1)
+
 
 def sift(A: LinearMap) -> Plain:
     """Look at a sparse A whose A Aᵀ can be formed.

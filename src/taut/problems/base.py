@@ -40,7 +40,16 @@ class Problem(ABC):
             return ""
         bad = {name: int(self.unusable(name, x).sum()) for name, x in self.named.items()}
         found = [f"{n} of the {self.named[k].numel()} entries of {k}" for k, n in bad.items() if n]
-        return f" Not finite: {', '.join(found) or 'what they give; all entries are'}."
+        if not found:
+            given = ", ".join(name for name, x in self.named.items() if x.numel())
+            return f" All entries of {given} are finite; {self.derived}."
+        more = " reconcile makes such a v of a y out of range." if "v" in found[0] else ""
+        return f" Not finite: {', '.join(found)}.{more}"
+
+    @property
+    def derived(self) -> str:
+        """What is not finite where all that was given is."""
+        return "what they give is not"
 
     def unusable(self, name: str, x: Tensor) -> Tensor:
         """Where x holds what is not a number. An infinite v at a finite end holds its output."""

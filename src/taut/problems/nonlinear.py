@@ -99,6 +99,10 @@ class Nonlinear(Problem):
     def statement(self) -> str:
         return "A z = b and h(z) = 0" if self.b.shape[-1] else "h(z) = 0"
 
+    @property
+    def derived(self) -> str:
+        return "h, or a derivative of it, is not, wherever it was tried"
+
     def remark(self, verdict: Status, sample: int) -> str:
         if verdict is Status.MAX_ITERATIONS:
             return (

@@ -88,11 +88,17 @@ def whole(
     sides = torch.where(part.end == _upper(few, part), torch.inf, -torch.inf)
     u = torch.where(part.which, sides.to(dtype), u)
     scale = few.b.to(dtype).abs() + A.abs().apply(z.abs())
-    keeps = relative(A.excess(z, few.b.to(dtype)), scale) <= rules.cap(problem.v.dtype)
+    residual = A.excess(z, few.b.to(dtype))
+    keeps = relative(residual, scale) <= rules.cap(problem.v.dtype)
     broken = (status == Status.CONVERGED) & ~keeps
     # Beside outputs that v holds, equations that leave no room for b contradict the ends, not A.
     broken = broken | (part.given & (status == Status.INCONSISTENT))
     status = status.masked_fill(broken, int(Status.INFEASIBLE))
+    if bool(
+        broken.any()
+    ):  # what no z removes of b − A z is orthogonal to all that is free: a proof
+        rest = task.basis.disagreement(-residual, torch.ones_like(residual))
+        multipliers = torch.where(broken.unsqueeze(-1), rest, multipliers)
     outcome = leave(few, replace(task, A=A), None, (multipliers, u, z, iterations, status))
     return replace(outcome, held=True), part.given | (status == Status.CONVERGED)
 

@@ -77,6 +77,43 @@ class Newton(Solver):
 
 def equations(problem: Linear, rules: Rules) -> Outcome:
     """Newton's method in torch: a verdict on every sample."""
+    outcome = _equations(problem, rules)
+    if outcome.failed and problem.prepared.map.sparse:
+        return _sifted(problem, rules, outcome)
+    return outcome
+
+
+def _sifted(problem: Linear, rules: Rules, outcome: Outcome) -> Outcome:
+    """The verdicts once it is known which equations of a sparse A are redundant.
+
+    That takes long to find out. Where b contradicts them λ has run away: such a sample is solved
+    for the nearest b that does not.
+    """
+    basis, status = problem.prepared.basis_of(problem.A), outcome.status
+    left = ((status == Status.MAX_ITERATIONS) | (status == Status.INFEASIBLE)).nonzero().squeeze(-1)
+    if basis.left_out is None or not len(left):
+        return outcome
+    few, dtype, own = problem.take(left), basis.map.data.dtype, problem.v.dtype
+    v, data, b = (x.to(dtype) for x in (few.v, few.data, few.b))
+    found = _equations(replace(few, v=v, data=data, b=basis.project(b), start=None), rules)
+    size = b.abs() + few.prepared.map.over(data).abs().apply(found.z.abs())
+    apart = basis.contradictory(b, size, torch.finfo(own).eps)
+    apart = (apart & (found.status == Status.CONVERGED)).nonzero().squeeze(-1)
+    z = found.z.to(own)
+    found = Outcome(
+        z,
+        basis.least(found.multipliers).to(own),
+        found.u.to(own),
+        few.residual(z).abs().amax(-1),
+        found.iterations + outcome.iterations[left],
+        torch.full_like(found.status, int(Status.INCONSISTENT)),
+        outcome.failed,
+        found.held,
+    )
+    return outcome.write(left[apart], found.take(apart))
+
+
+def _equations(problem: Linear, rules: Rules) -> Outcome:
     found = held_outputs(problem, problem.b, problem.b)
     if found is None:
         return _plainly(problem, rules)

@@ -15,8 +15,8 @@ from taut.experiments.xor.draws import generator, redraw
 from taut.experiments.xor.settings import OPTIMIZERS, VARIANTS, Settings
 from taut.experiments.xor.teacher import Teacher
 from taut.experiments.xor.training import Patterns, fresh_patterns, train
+from taut.head import LagrangeHead
 from taut.losses import bregman_loss
-from taut.modules import LagrangeHead
 from taut.projection import project
 
 
