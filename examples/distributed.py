@@ -5,6 +5,7 @@ starts where the last one ended. The checkpoint of rank 0 can be loaded by any n
 """
 
 import argparse
+import gc
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,9 @@ def main(epochs: int) -> None:
         table = tuple(checkpoint["memory"]["multipliers"].shape)
         print(f"each rank keeps {len(memory.multipliers)} rows; the checkpoint has {table}")
     dist.barrier()  # nobody leaves while another still asks
+    # What holds on to the process group goes first: its threads must end before the interpreter.
+    del network, solution, loss
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -56,9 +56,11 @@ def spread(solution: taut.Solution, v: Tensor, A: Tensor, b: Tensor, activation:
     """
     eps = torch.finfo(v.dtype).eps
     units = 64 if v.dtype == torch.float64 else 8
-    v, A, b, z, u = (x.detach().double() for x in (v, A, b, solution.z, solution.u))
+    λ = solution.multipliers
+    v, A, b, z, u, λ = (x.detach().double() for x in (v, A, b, solution.z, solution.u, λ))
     w = activation.slope(u)
-    size = rounded(z, u, v, activation)
+    # Where equations are alike λ is large, and its terms cancel in u = v + Aᵀλ.
+    size = rounded(z, u, v, activation) + w * apply(A.mT.abs(), λ.abs())
     r = units * eps * (b.abs() + apply(A.abs(), size))
     inverse = torch.linalg.pinv(A * w.unsqueeze(-2) @ A.mT, hermitian=True)
     gain = w.unsqueeze(-1) * (A.mT @ inverse)

@@ -1,5 +1,6 @@
 """What each process of test_distributed.py does: it trains, saves, begins again, and trains on."""
 
+import gc
 import sys
 
 import torch
@@ -92,6 +93,8 @@ def main(folder: str) -> None:
         }
     torch.save(found, f"{folder}/{dist.get_rank()}.pt")
     dist.barrier()  # nobody leaves while another still asks
+    del wrapped  # it holds the process group, whose threads must end before the interpreter
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -236,7 +236,9 @@ def test_ops_under_vmap(kind, shared):
         dl = torch.ops.taut.matched_loss_backward(
             *settings, solution.z, *found, y, g[..., 0], [True, *needs]
         )
-        return solution.z, solution.status, loss_by_ops(solution, y), *dx, *dl
+        solved = (solution.status == 0).unsqueeze(-1)  # nothing is promised of another z
+        z = solution.z.where(solved, 0)
+        return z, solution.status, loss_by_ops(solution, y), *dx, *dl
 
     dims = [None if x in one_for_all else 0 for x in names]
     mapped = torch.vmap(f, in_dims=(0, *dims))(y, *values)

@@ -157,8 +157,13 @@ def test_a_run_among_others_is_the_run_alone(teacher, settings, variant, dtype):
     seeds = settings.run_seeds
     together = train(settings, teacher, variant, seeds)
     alone = train(settings, teacher, variant, [seeds[1]])
+    near, threshold = rounding(settings), getattr(variant.solver, "threshold", 0.0)
+    if threshold and not torch.equal(together["iterations"][1:2], alone["iterations"]):
+        # Rounding has stopped a descent at another step: D is within the threshold of its least
+        # in both, and λ within about the root of that.
+        near = {"rtol": threshold**0.5, "atol": threshold**0.5}
     for name in set(together) - {"seconds"}:
-        torch.testing.assert_close(together[name][1:2], alone[name], **rounding(settings))
+        torch.testing.assert_close(together[name][1:2], alone[name], **near)
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda v: v.name)

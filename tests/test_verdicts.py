@@ -16,7 +16,8 @@ from fuzzing.runner import KINDS, reproducer, run_block
 from fuzzing.tally import Tally
 from fuzzing.tangents import check_tangents
 from fuzzing.within import make_within
-from tables import ALL, SEED, K, apply, both_dtypes, margins, problem, target
+from measures import output_rounding
+from tables import ALL, SEED, K, apply, both_dtypes, conditioned, margins, problem, target
 from taut import SolveError, Status, is_certificate, project
 from taut.certificate import support
 
@@ -136,16 +137,51 @@ def test_a_zero_equation_with_a_demand_is_never_converged(name):
     assert solution.status[1] in (Status.INCONSISTENT, Status.INFEASIBLE)
 
 
+def test_without_equations_nothing_is_proven():
+    nothing = torch.zeros(2, 0)
+    assert is_certificate(nothing, torch.zeros(0, K), nothing, "exp").tolist() == [False, False]
+
+
 def test_only_zeros_with_a_demand():
     solution = project(torch.zeros(2, K), torch.zeros(1, K), torch.ones(1), on_failure="return")
     assert not solution.converged.any()
 
 
-def test_tall_contradiction():
-    """I > K: five numbers cannot obey seven independent wishes."""
-    A, b = torch.randn(7, K), torch.randn(7)
-    solution = project(torch.randn(2, K), A, b, on_failure="return")
-    assert solution.status.tolist() == [Status.INCONSISTENT] * 2
+@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
+def test_tall_contradiction(own):
+    """I > K: five numbers cannot obey seven independent wishes, however alike."""
+    for _ in range(2 if own else 100):
+        A, b = torch.randn(*(50,) * own, 7, K), torch.randn(50, 7)
+        solution = project(torch.randn(50, K), A, b, on_failure="return")
+        assert (solution.status == Status.INCONSISTENT).all()
+
+
+@pytest.mark.filterwarnings("ignore::taut.ConditionWarning")
+@pytest.mark.parametrize("digits", [4, 6])
+@pytest.mark.parametrize("name", ["tanh", "sigmoid", "bounded"])
+def test_multipliers_of_saturated_outputs_give_z(name, digits):
+    """A flat σ lets u move far under a z that does not: λ must not follow the wrong one."""
+    activation, n = taut.activations.resolve(ALL[name]), 400
+    given = problem(activation, n=n, I=3, K=3, matrix=conditioned(digits), own=True)
+    A, v = given.A, 100 * (2 * torch.rand(n, 3) - 1)
+    λ = torch.randn(n, 3) * 10 ** (3 * torch.rand(n, 1) - 1)
+    b = apply(A, activation.sigma(v + apply(A.mT, λ)))
+    found = project(v, A, b, activation=activation, on_failure="return")
+    u, terms = v + apply(A.mT, found.multipliers), apply(A.mT.abs(), found.multipliers.abs())
+    blur = 64 * 2.0**-52 * (v.abs() + terms)
+    low, high = activation.sigma(u - blur), activation.sigma(u + blur)
+    slack = 16 * output_rounding(activation, found.z)
+    off = (found.z < low - slack) | (found.z > high + slack)
+    assert found.converged.sum() > n / 2
+    assert not off[found.converged & found.u.isfinite().all(-1)].any()
+
+
+@pytest.mark.parametrize("value", [*BAD, 1e300])
+def test_an_absurd_start_beside_held_outputs_is_no_start(value):
+    A, b = torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, -1]]), torch.tensor([2.0, 0.5])
+    v, start = torch.tensor([0.3, -2.0, 0.1, 0.7]), torch.tensor([0.0, value])
+    found = project(v, A, b, activation="tanh", init=start)  # z₁ = z₂ = 1
+    assert_close(found.z, project(v, A, b, activation="tanh").z, rtol=0, atol=1e-14)
 
 
 def test_what_is_returned_as_converged_is_solved():

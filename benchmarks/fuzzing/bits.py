@@ -53,7 +53,7 @@ def _changes(
     if not x.shape[1]:  # b, of no equations
         return torch.zeros(len(block), dtype=torch.bool)
     if what == "status" and not complete:
-        return _another_verdict(x, y).any(1)
+        return _another_verdict(block, torch.arange(len(block)), before, after)
     if complete:
         return ~((x == y) | (x.isnan() & y.isnan())).all(1)
     converged = (before["status"] == 0) & (after["status"] == 0)
@@ -86,13 +86,28 @@ def _compiled(block: Block) -> bool:
     return prepared.backend.attempt(problem, taut.Newton().rules).failed == 0
 
 
-def _another_verdict(one: Tensor, other: Tensor) -> Tensor:
-    """Rounding may leave a sample undecided, or say of a b that contradicts redundant equations by
-    rounding only that it does or does not; it never makes any other verdict another."""
+def _another_verdict(block: Block, rows: Tensor, before: dict, after: dict) -> Tensor:
+    """Which samples have a verdict that rounding does not explain.
+
+    It may leave a sample undecided; or say of a b that contradicts redundant equations by rounding
+    only that it does or does not; or find a b at the very edge solved by the rule, and with other
+    sums prove it to be beyond. It never makes any other verdict another.
+    """
+    one, other = before["status"], after["status"]
     either = torch.tensor([int(Status.CONVERGED), int(Status.INCONSISTENT)])
     threshold = torch.isin(one, either) & torch.isin(other, either)
     undecided = int(Status.MAX_ITERATIONS)
-    return (one != other) & (one != undecided) & (other != undecided) & ~threshold
+    changed = (one != other) & (one != undecided) & (other != undecided) & ~threshold
+    edge = changed & ((one == Status.CONVERGED) | (other == Status.CONVERGED))
+    for found in (before, after):
+        index = (edge & (found["status"] == Status.INFEASIBLE)).nonzero().flatten()
+        if not len(index):
+            continue
+        A, b = (torch.from_numpy(x) for x in (block.A, block.b))
+        A = A[0] if block.shared else A[rows[index]]
+        given = found["multipliers"][index], A, b[rows[index]], block.law.activation
+        changed[index] = ~taut.is_certificate(*given)
+    return changed
 
 
 def _condition(block: Block, solution: Solution) -> tuple[Tensor, Tensor]:
@@ -197,15 +212,16 @@ def _gradients(result: dict[str, Tensor]) -> list[tuple[int, str]]:
 def _alone(block: Block, batch: dict[str, Tensor], rng: np.random.Generator) -> list:
     """A sample alone is the sample in its batch: same verdict, same z to rounding."""
     failures = []
-    for row in rng.permutation(len(block))[:4]:
-        row = int(row)
-        single = block.project(block.one(row))
-        text = "a sample alone has the verdict it has in the batch"
-        if bool(_another_verdict(single.status, batch["status"][row])):
-            failures.append((row, text))
-        elif int(single.status) == int(batch["status"][row]) == int(Status.CONVERGED):
-            z = batch["z"][row]
-            own = (x.unsqueeze(0) for x in (single.z, single.u, single.condition))
-            if not ((single.z - z).abs() <= _apart(block, *own, torch.tensor([row]))).all():
-                failures.append((row, "a sample alone has the z it has in the batch"))
+    for row in torch.from_numpy(rng.permutation(len(block))[:4]).split(1):
+        single = block.project(block.one(int(row)))
+        names = ("status", "multipliers", "z", "u", "condition")
+        own = {name: getattr(single, name).unsqueeze(0) for name in names}
+        here = {name: batch[name][row] for name in ("status", "multipliers", "z")}
+        converged = (own["status"] == 0) & (here["status"] == 0)
+        if bool(_another_verdict(block, row, own, here)):
+            failures.append((int(row), "a sample alone has the verdict it has in the batch"))
+        elif bool(converged):
+            most = _apart(block, *(own[name] for name in ("z", "u", "condition")), row)
+            if not ((own["z"] - here["z"]).abs() <= most).all():
+                failures.append((int(row), "a sample alone has the z it has in the batch"))
     return failures

@@ -104,7 +104,7 @@ def _check_converged(block: Block, answer: Answer) -> dict[str, Mask]:
     done, held = answer.are(Status.CONVERGED), np.isinf(answer.u)
     A, law, eps = block.A, block.law, block.eps
     absolute = np.abs(A.astype(np.float64))
-    z, v, b = (x.astype(np.longdouble) for x in (answer.z, block.v, block.b))
+    z, v = (x.astype(np.longdouble) for x in (answer.z, block.v))
     pull = dot(np.swapaxes(A, 1, 2), answer.multipliers)
     u = np.where(held, answer.u, v + pull)  # at an end of the range, u is ±inf and z the end
     # What u = v + Aᵀλ loses when it is computed in the dtype.
@@ -114,18 +114,24 @@ def _check_converged(block: Block, answer: Answer) -> dict[str, Mask]:
     low, high = law.sigma(u - blur) - around, law.sigma(u + blur) + around
     lower, upper = law.ends
     inside = ((z >= lower - around) & (z <= upper + around)).all(1)
-    excess = np.abs(dot(A, answer.z) - b)
-    # Below the smallest normal number, numbers have fewer digits: outputs there count as that.
-    size = np.maximum(np.abs(answer.z), np.finfo(block.dtype).tiny)
-    allowed = TOLERANCE[block.dtype] * (np.abs(b) + dot(absolute, size))
-    allowed = allowed + 2.0**-1074  # what float64 cannot tell from 0 is 0
     return {
-        "CONVERGED: A z = b": done & ~(excess <= allowed).all(1),
+        "CONVERGED: A z = b": done & breaks_the_rule(block, answer.z),
         "CONVERGED: z = σ(v + Aᵀλ)": done & ~((z >= low) & (z <= high)).all(1),
         "CONVERGED: z is in the range": done & ~inside,
         "CONVERGED: u = v + Aᵀλ": done & ~(held | (np.abs(answer.u - u) <= blur)).all(1),
         "CONVERGED: an output held is at its end": done & ~_at_their_ends(law, answer, held),
     }
+
+
+def breaks_the_rule(block: Block, z: Array) -> Mask:
+    """Where |A z − b| is more than the rule allows."""
+    b, dtype = block.b.astype(np.longdouble), block.dtype
+    excess = np.abs(dot(block.A, z) - b)
+    # Below the smallest normal number, numbers have fewer digits: outputs there count as that.
+    size = np.maximum(np.abs(z), np.finfo(dtype).tiny)
+    allowed = TOLERANCE[dtype] * (np.abs(b) + dot(np.abs(block.A.astype(np.float64)), size))
+    # What float64 cannot tell from 0 is 0.
+    return ~(excess <= allowed + 2.0**-1074).all(1)
 
 
 def _at_their_ends(law: Law, answer: Answer, held: Mask) -> Mask:

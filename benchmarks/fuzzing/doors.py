@@ -13,6 +13,7 @@ from torch import Tensor
 
 import taut
 from fuzzing.blocks import Block
+from fuzzing.checks import breaks_the_rule
 from fuzzing.proofs import exact_proof
 
 _MOST = 32  # samples
@@ -89,15 +90,8 @@ def _held(block: Block) -> Failures:
 
 
 def _broken(block: Block, z: Tensor) -> Tensor:
-    """Where |A z − b| is more than the rule allows, in extended precision."""
-    A, b = block.A.astype(np.longdouble), block.b.astype(np.longdouble)
-    z = z.numpy().astype(np.longdouble)[..., None]
-    rule = 1e-12 if block.dtype is np.float64 else 4 * block.eps
     with np.errstate(all="ignore"):
-        off = np.abs((A @ z)[..., 0] - b)
-        return torch.from_numpy(
-            (off > rule * (np.abs(b) + (np.abs(A) @ np.abs(z))[..., 0])).any(-1)
-        )
+        return torch.from_numpy(breaks_the_rule(block, z.numpy()))
 
 
 def _predictions(block: Block) -> Failures:

@@ -32,7 +32,7 @@ _LEAST = 1e-250  # below, products of slopes underflow
 _RANGE = {np.float64: (_LEAST, 1e250), np.float32: (1e-30, 1e30)}
 _SLOPES = {np.float64: (1e-280, 1e-90), np.float32: (1e-280, 1e-10)}
 _LARGEST = 400  # I·K up to which a sample is looked at: a hundredth of a second
-_EACH = 12  # samples of a block
+_LEAST_OF, _MOST_OF = 12, 48  # samples of a block: one of 16, but so many
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ def check_gradients(block: Block) -> tuple[list[tuple[int, str]], Counter[str]]:
     if I == 0 or I * K > _LARGEST:
         return [], counts
     rng = np.random.default_rng([block.seed, block.number, 3])
-    rows = np.sort(rng.permutation(n)[:_EACH])
+    rows = np.sort(rng.permutation(n)[: min(max(_LEAST_OF, n // 16), _MOST_OF)])
     A = np.ascontiguousarray(block.A[rows] if len(block.A) == n else block.A.repeat(len(rows), 0))
     init = None if block.init is None else torch.from_numpy(block.init[rows].copy())
     asked = Asked.draw(rng, np.nan_to_num(A, posinf=0, neginf=0), block.dtype)

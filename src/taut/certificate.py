@@ -267,8 +267,10 @@ def _refined(ray: Tensor, C: LinearMap, least: Tensor, most: Tensor, faint: floa
 def proves(multipliers: Tensor, A: LinearMap, b: Tensor, activation: Activation) -> Tensor:
     """`is_certificate` for a map: bᵀλ > Σ_k sup{y_k z}, every rounding taken against λ."""
     multipliers, data, b = (x.detach().double() for x in (multipliers, A.data, b))
+    if not A.shape[0]:
+        return torch.zeros_like(multipliers.sum(-1), dtype=torch.bool)
     # Only the direction of λ counts. At a size of 1 its products underflow where they must only.
-    size = multipliers.abs().amax(-1, keepdim=True) if multipliers.shape[-1] else multipliers
+    size = multipliers.abs().amax(-1, keepdim=True)
     exponent = torch.frexp(size.nan_to_num(1.0)).exponent
     given, multipliers = multipliers, torch.ldexp(multipliers, -exponent)
     sound = (torch.ldexp(multipliers, exponent) == given).all(-1)  # none has become 0

@@ -84,10 +84,11 @@ class Basis(ABC):
     def smallest(self, A: LinearMap, v: Tensor, raw: Tensor, eps: float) -> Tensor:
         """Of all multipliers that give the u of `raw`, the smallest."""
         least = self.least(raw)
-        # It moves u where equations are redundant to the rounding of their largest entries only.
+        # It moves u where equations are redundant to the rounding of their largest entries only,
+        # and where larger terms of `raw` have cancelled.
         moved = A.adjoint(least - raw).abs()
-        scale = A.abs().adjoint(least.abs() + raw.abs()) + v.abs()
-        return torch.where((moved <= 8 * eps * scale).all(-1, keepdim=True), least, raw)
+        scale = A.abs().adjoint(least.abs()) + v.abs()
+        return torch.where((moved <= 32 * eps * scale).all(-1, keepdim=True), least, raw)
 
     def folded(self, scale: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         """For each equation the size of what it is made of: of those that imply it, if left out."""

@@ -12,7 +12,7 @@ from taut.held import Held, held
 from taut.maps import as_map
 from taut.outcome import Outcome, Status
 from taut.problems import Inequalities, Linear
-from taut.solvers.base import Task, leave, relative
+from taut.solvers.base import Task, leave, relative, usable
 
 _ROOM = 2**24  # entries of all A at a time
 _FAR = 1e8
@@ -68,9 +68,10 @@ def without(problem: Linear, part: Held, rules: Rules) -> tuple[Task, Tensor]:
     # An equation without outputs asks for nothing more: what is left is rounding, or a failure
     # that shows in the whole.
     b = b.masked_fill((each == 0).all(-1), 0)
-    start = torch.zeros_like(b) if few.start is None else few.start.to(dtype).nan_to_num()
     basis = analyse(each.double(), eps).to(dtype)
-    return Task(few.prepared.activation, as_map(each), v, b, basis, eps), start
+    task = Task(few.prepared.activation, as_map(each), v, b, basis, eps)
+    start = torch.zeros_like(b) if few.start is None else usable(task, few.start.to(dtype))
+    return task, start
 
 
 def whole(

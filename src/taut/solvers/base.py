@@ -85,7 +85,7 @@ def enter(problem: Linear, dtype: torch.dtype) -> tuple[Task, Tensor, Bool[Tenso
         b = b.where(keep, A.apply(prepared.activation.sigma(v)))
     task = Task(prepared.activation, A, v, b, basis, torch.finfo(problem.v.dtype).eps)
     start = problem.start
-    start = torch.zeros_like(b) if start is None else _usable(task, start.to(dtype))
+    start = torch.zeros_like(b) if start is None else usable(task, start.to(dtype))
     return task, start, finite
 
 
@@ -150,8 +150,8 @@ def _all_finite(*tensors: Tensor) -> bool:
     return all(bool(x.sum().isfinite()) for x in tensors)
 
 
-def _usable(task: Task, start: Tensor) -> Tensor:
-    """A start that is not a number, or absurdly far, is worse than none."""
+def usable(task: Task, start: Tensor) -> Tensor:
+    """A start that is not a number, or absurdly far, is worse than none: then 0."""
     if start.numel() == 0:
         return start
     if on_host(start) and task.A.abs().adjoint(start.abs()).max() < 1e3:

@@ -50,7 +50,7 @@ def judge(
     stopped = open & ~converged & _at_rounding(search, state, stalls)
     apart, status = None, (~converged).long().neg_()  # CONVERGED is 0
     if task.basis.left_out is not None:
-        solved, alike = _solved_but_for_redundant(task, state)
+        solved, alike = _solved_but_for_redundant(task, state, stalls)
         # What agrees to eps and yet breaks the rule is no contradiction: it stays undecided.
         stopped, apart = stopped | (open & ~converged & solved & alike), solved & ~alike
     status, settled = _by_the_rule(search, state, stopped, status)
@@ -88,8 +88,10 @@ def glance(
     status = (~(converged | meets)).long().neg_()
     more = (stopped & ~meets).any() | ~(state.relative < torch.inf).all()
     if iteration > 1:
-        more = more | (open & (status < 0) & (stalls > 0)).any()
-        more = more | search.task.basis.condition.isnan().any()
+        still, task = open & (status < 0) & (stalls > 0), search.task
+        hopeful = (likely(x, task.A, task.b, task.activation) for x in _candidates(task, state))
+        more = more | (still & torch.stack([*hopeful]).any(0)).any()
+        more = more | task.basis.condition.isnan().any()
     return Verdicts(status), more
 
 
@@ -104,11 +106,14 @@ def _at_rounding(search: Search, state: State, stalls: Tensor) -> Bool[Tensor, "
     level = relative(state.residual, scale)
     condition = task.basis.condition.nan_to_num(torch.inf)
     coarse = torch.where(condition > 1e4, max(4 * own, _FLOOR), 4 * own)
-    # Equations that are alike make λ large, and its terms cancel in v + Aᵀλ: they are rounded too.
-    terms = task.basis.map.abs().adjoint(state.multipliers.abs())
-    blurred = scale + task.A.abs().apply(task.activation.slope(state.u) * terms)
-    last = (relative(state.residual, blurred) <= coarse) & (stalls > 2)
+    last = (relative(state.residual, _blurred(task, state, scale)) <= coarse) & (stalls > 2)
     return near & ((level <= own) | ((level <= 2 * own) & (stalls > 0)) | last)
+
+
+def _blurred(task: Task, state: State, scale: Tensor) -> Float[Tensor, "n I"]:
+    """`scale` with the terms of Aᵀλ: λ is large where equations are alike, and they cancel."""
+    terms = task.basis.map.abs().adjoint(state.multipliers.abs())
+    return scale + task.A.abs().apply(task.activation.slope(state.u) * terms)
 
 
 def _by_the_rule(
@@ -140,7 +145,8 @@ def settle(search: Search, state: State) -> tuple[State, Bool[Tensor, "n"]]:
 
     z = σ(v + Aᵀλ) inherits the rounding of that sum. Where v and Aᵀλ are much larger than z it
     exceeds the rule, though z itself has the digits to keep it. Where the correction is more than
-    that rounding it is refused: it would be a step, and z no longer σ(u).
+    that rounding it is refused: it would be a step, and z no longer σ(u). Where σ is flat, u can
+    move far and z not at all: there only z is corrected.
     """
     task, basis = search.task, search.task.basis
     multipliers, u, z, residual, level = state
@@ -159,14 +165,18 @@ def settle(search: Search, state: State) -> tuple[State, Bool[Tensor, "n"]]:
     blur = 64 * eps * (z.abs() + w * size)
     near = (w * (u - state.u).abs() <= blur).all(-1)
     good = near & _keeps(search, z, residual)
-    return State(multipliers, u, z, residual, level), good
+    follows = ((task.activation.sigma(u) - z).abs() <= blur).all(-1, keepdim=True)
+    multipliers = multipliers.where(follows, state.multipliers)
+    return State(multipliers, u.where(follows, state.u), z, residual, level), good
 
 
-def _solved_but_for_redundant(task: Task, state: State) -> tuple[Tensor, Tensor]:
+def _solved_but_for_redundant(task: Task, state: State, stalls: Tensor) -> tuple[Tensor, Tensor]:
     """Where all equations kept are solved, and where those left out, given to eps, agree."""
     left_out, eps = task.basis.left_out, task.eps
     assert left_out is not None  # noqa: S101
     scale = task.rounding_scale(state.u, state.z)
+    if bool((stalls > 2).any()):
+        scale = _blurred(task, state, scale).where((stalls > 2).unsqueeze(-1), scale)
     kept = relative(state.residual.masked_fill(left_out, 0), scale)
     solved = (kept <= 8 * torch.finfo(scale.dtype).eps) & left_out.any(-1)
     # An equation left out is as exact as those that imply it, given to eps, allow.
@@ -202,8 +212,8 @@ def _scaled(x: Tensor, size: Tensor) -> Tensor:
     return torch.ldexp(x, -torch.frexp(size).exponent).to(x.dtype)
 
 
-def _certificates(task: Task, state: State, which: Bool[Tensor, "n"]) -> tuple[Tensor, Tensor]:
-    """Which samples of `which` are proven infeasible, and by which multipliers."""
+def _candidates(task: Task, state: State) -> tuple[Tensor, Tensor]:
+    """What may prove a sample infeasible: where λ has run, also without small entries."""
     multipliers = task.basis.leave(state.multipliers)
     # As far as λ has run, only its direction counts: bring it to size 1 by a power of 2, and to
     # the precision in which it will be returned.
@@ -212,7 +222,12 @@ def _certificates(task: Task, state: State, which: Bool[Tensor, "n"]) -> tuple[T
     candidate = candidate.to(torch.float32).to(size.dtype) if task.eps > 1e-10 else candidate
     # λ = t·d + rest with t → ∞, and in a half-infinite range the rest may spoil the proof that d
     # is: leave out the small entries.
-    direction = candidate.where(candidate.abs() > 0.1, 0)
+    return candidate, candidate.where(candidate.abs() > 0.1, 0)
+
+
+def _certificates(task: Task, state: State, which: Bool[Tensor, "n"]) -> tuple[Tensor, Tensor]:
+    """Which samples of `which` are proven infeasible, and by which multipliers."""
+    candidate, direction = _candidates(task, state)
     if not base.on_host(which):
         both = (likely(x, task.A, task.b, task.activation) for x in (candidate, direction))
         if not any(base.look(*((which & x).any() for x in both))):

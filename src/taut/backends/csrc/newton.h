@@ -176,6 +176,11 @@ PART void settle(const Plan *p, const Solve *s, Work *x, mask *which) {
             for (int t = 0; t < TILE; t++) x->residual[i + t] = sum[t] - x->b[i + t];
         }
     }
+    for (int64_t k = 0; k < p->outputs; k++) { /* where σ is flat, u may have moved far */
+        lanes off = absolute(activate_output(p, k, x->u[k]).z - x->z[k]);
+        lanes spread = x->w[k] * (absolute(x->u[k]) + absolute(x->v[k]));
+        fine &= off <= 16.0 * s->rules->unit * (absolute(x->z[k]) + spread);
+    }
     sizes_of_outputs(p, x);
     *which = fine & (measure(p, x, 1.0, 1.0, 0, x->relative) <= s->cap);
 }
