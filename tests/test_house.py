@@ -35,6 +35,7 @@ STOREYS = [
     "solvers",
     "implicit",
     "matched",
+    "targets",
     "solution",
     "compiled",
     "projection",

@@ -1,6 +1,7 @@
 """matched_loss and bregman_loss: eq. 1, envelope gradients, closed forms, targets at the ends."""
 
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -119,6 +120,45 @@ def test_other_gradients_are_those_of_the_envelope():
     assert_close(b.grad, -multipliers)
     assert_close(A.grad, multipliers.mT @ z)
     assert_close(y.grad, (activation.inverse(y) - v).detach())
+
+
+@pytest.mark.parametrize("way", ["at once", "three calls", "rows", "bounds", "h"])
+def test_targets_that_break_the_constraints_are_told_once(way):
+    """Of the first of a layer; in the rounding of their dtype they may be off."""
+    A, y = torch.ones(1, K), torch.rand(6, K).float().double()
+    rows, sides = {"G": torch.eye(K)} if way == "rows" else {}, {}
+    if way in ("rows", "bounds"):
+        sides["upper"] = 1.0
+    if way == "h":
+        rows["h"], sides["params"] = lambda z, c: z[:, :1] * z[:, 1:2] - c, (y[:, :1] * y[:, 1:2],)
+    layers = [taut.Projection(A, **rows, activation="exp") for _ in range(3)]
+    v, b = y.log(), apply(A, y)
+
+    def loss(layer, y, b):
+        if way == "at once":
+            return layer.loss(v, y, b)
+        return matched_loss(layer.solve(v, b, **sides), y)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loss(layers[0], y, b)
+        loss(layers[0], y + 0.01 * torch.randn(6, 1), b)  # only the first are looked at
+        loss(layers[1], y * (1 + 1e-6 * torch.randn(6, K)), b)
+    with pytest.warns(taut.FailureWarning, match=r"1 of 6 targets .* in sample 2, equation 0, A y"):
+        loss(layers[2], y + 0.1 * torch.eye(6, 1).roll(2, 0), b)
+    if way in ("rows", "bounds"):
+        what = "row 3 of G, G y" if way == "rows" else "output 3, y"
+        y[1, 3] = 2.0
+        sides["upper"] = 1.5
+        with pytest.warns(taut.FailureWarning, match=f"{what} is 2 and its (side|bound) 1.5"):
+            loss(taut.Projection(A, **rows, activation="exp"), y, apply(A, y))
+
+
+def test_the_loss_of_targets_that_break_the_constraints_has_no_lower_bound():
+    y, b = torch.tensor([[0.2, 0.3]]), torch.tensor([1.0])
+    for size in (10.0, 100.0, 1000.0):
+        v = torch.full((1, 2), -size)
+        assert matched_loss(project(v, torch.ones(1, 2), b, activation="exp"), y) < 2 - 0.4 * size
 
 
 def test_a_noisy_target_does_not_move_the_minimum():

@@ -15,9 +15,10 @@ from taut import compiled
 from taut.accept import Numbers, as_floating
 from taut.activations import Activation, resolve
 from taut.autograd import transforming
-from taut.matched import Matched, check_targets, matched, warn_of_failures
+from taut.matched import Matched, matched, warn_of_failures
 from taut.pose import check_range
 from taut.solution import Solution, check_unwritten
+from taut.targets import check_targets, look
 
 Reduction = Literal["mean", "sum", "none"]
 
@@ -31,7 +32,9 @@ def matched_loss(
     does go through the solver, and is right. `reduction` is over samples.
 
     It is B(y‖z) where A y = b. Where y does not satisfy the equations it differs by (b − A y)ᵀλ,
-    which has no lower bound: `reconcile` such targets first. To learn A or b, take another loss of
+    which has no lower bound: `reconcile` such targets first. A `FailureWarning` says so where the
+    first targets of a layer, or of a `Prepared`, are plainly off; beside h also, once, where a loss
+    is below 0, as z is not the nearest then. To learn A or b, take another loss of
     z, or `bregman_loss(solution.u, y, activation)`.
 
     >>> import taut
@@ -66,9 +69,11 @@ def matched_loss(
         loss = matched(problem, known, found, flat, None, None, None, None, *problem.inputs)
     if outcome.failed > 0:
         warn_of_failures(solution.status)
-    loss = reduced(loss if len(shape) == 1 else loss.reshape(shape), reduction)
+    each, loss = loss, reduced(loss if len(shape) == 1 else loss.reshape(shape), reduction)
     if not transforming() and (not known or isnan((loss.sum() if loss.ndim else loss).item())):
         check_targets(y, solution.status, problem.prepared.activation)
+    if problem.prepared.unsaid and not transforming():
+        look(problem, flat, outcome.status, each)
     return loss
 
 

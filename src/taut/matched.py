@@ -8,10 +8,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from taut.activations import Activation
 from taut.autograd import direct, lead
 from taut.outcome import FailureWarning, Status
-from taut.pose import check_range
 from taut.problems import Problem
 
 
@@ -154,9 +152,3 @@ def warn_of_failures(status: Tensor) -> None:
             FailureWarning,
             stacklevel=3,
         )
-
-
-def check_targets(y: Tensor, status: Tensor, activation: Activation) -> None:
-    """Refuse targets out of range. Samples that fail have no loss, whatever their target."""
-    inside = activation.sigma(torch.zeros_like(y))
-    check_range("targets", torch.where(learnable(status).unsqueeze(-1), y, inside), activation)

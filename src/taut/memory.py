@@ -15,8 +15,9 @@ class LagrangeMemory:
     """The multipliers of every training sample, kept across epochs; starts at 0.
 
     Reading and storing go by sample index, as a shuffled `DataLoader` gives it. Stored are samples
-    that converged, and undecided ones. It belongs to the training set and not to the model, like
-    the state of an optimiser: no module has it in its `state_dict` or moves it, and
+    that converged, and undecided ones. Beside h, `layer.loss` keeps them and does not start from
+    them: without their u they lead to other points. It belongs to the training set and not to the
+    model, like the state of an optimiser: no module has it in its `state_dict` or moves it, and
     `DistributedDataParallel` does not send it around. It is saved by its own `state_dict`.
 
     >>> memory = LagrangeMemory(num_samples=100, num_constraints=2)

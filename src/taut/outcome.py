@@ -149,7 +149,9 @@ class SolveError(RuntimeError):
 
 @final
 class FailureWarning(UserWarning):
-    """Some samples have no solution, and what was asked for was given without them.
+    """What was asked for was given, and may not be what was meant.
+
+    Samples that have no solution are left out of a loss, or targets break the constraints.
 
     >>> issubclass(FailureWarning, UserWarning)
     True

@@ -45,6 +45,7 @@ class Prepared:
     G: Tensor | None = None  # as given, detached
     alone: "Prepared | None" = None  # A by itself, where there is more: G, bounds, h
     h: Equations | None = None  # h(z, *params) = 0
+    unsaid: set[str] = field(default_factory=lambda: {"targets", "nearer"})  # what is said once
 
     pull_stably: ClassVar[Callable[..., Pulled]] = staticmethod(pull_stably)
 
@@ -147,6 +148,7 @@ class Unprepared:
     h: Equations | None = None
     finite: bool = False
     backend: Backend = field(default_factory=Torch)
+    unsaid: ClassVar[frozenset[str]] = frozenset()
 
     pull_stably: ClassVar[Callable[..., Pulled]] = staticmethod(pull_stably)
 

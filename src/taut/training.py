@@ -13,6 +13,7 @@ from taut.implicit import solve
 from taut.prepare import Prepared, Unprepared
 from taut.problems import Linear
 from taut.solvers import Newton, Solver
+from taut.targets import look
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -59,6 +60,9 @@ def loss_at_once(
     found = train(prepared.backend, step, solver.rules)
     if found is None:
         return None
+    if prepared.unsaid:
+        problem: Any = Linear(prepared, v, A, b)  # pyright: ignore
+        look(problem, y, None, found.loss)
     if reduction != "none":
         loss = v.new_tensor(found.total / n if reduction == "mean" else found.total)
         found = found._replace(loss=loss)

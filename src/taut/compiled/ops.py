@@ -12,11 +12,12 @@ from torch import Tensor
 from taut.autograd import differentiated, lead
 from taut.backends import Step, train
 from taut.compiled.memo import Memo
-from taut.matched import Matched, check_targets, warn_of_failures
+from taut.matched import Matched, warn_of_failures
 from taut.outcome import failure
 from taut.problems import Inequalities, Linear, Problem
 from taut.remarks import remarks
 from taut.solvers import Newton
+from taut.targets import check_targets
 
 DTYPES: dict[str, torch.dtype | None] = {
     "float32": torch.float32,

@@ -44,6 +44,7 @@ class Known(Protocol):
     finite: bool  # is it known that A holds numbers only?
     backend: Any
     h: Any  # the nonlinear equations; None where there are none
+    unsaid: Any  # of what is said once of these matrices
 
     @property
     def line(self) -> bool:
