@@ -1,9 +1,11 @@
 """What CONVERGED promises: |A z − b| ≤ tol·(|b| + |A||z|) for each equation, at the z returned."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from scipy.optimize import linprog
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
 
@@ -356,6 +358,65 @@ def test_large_logits_with_targets_inside_are_decided(name, size):
     undecided = {Status.CONVERGED, Status.MAX_ITERATIONS}
     assert set(map(Status, solution.status.tolist())) <= undecided
     assert (ratio(solution, A, b)[solution.converged] <= 1e-12).all()
+
+
+def by_torch(A, activation):
+    """Prepared for the torch path, whatever kernel there is."""
+    return replace(taut.prepare(A, activation), backend=taut.backends.Torch())
+
+
+COLD = {
+    "sigmoid": taut.activations.sigmoid,
+    "tanh": taut.activations.tanh,
+    "bounded": taut.activations.bounded(-1.0, torch.tensor([3.0, 1.0, 0.5]).repeat(4)),
+    "mixed": taut.activations.mixed(6 * ["sigmoid", "tanh"]),
+}
+
+
+@pytest.mark.parametrize("name", COLD)
+@pytest.mark.parametrize(("kind", "size"), [("one", 1e6), ("each", 1e4), ("redundant", 1e3)])
+def test_logits_that_make_a_step_of_sigma_are_decided_in_few_iterations(name, kind, size):
+    """Every target inside converges, every one that a λ excludes is proven infeasible."""
+    activation, A = COLD[name], torch.randn(*([64] if kind == "each" else []), 4, 12)
+    A = torch.cat([A, A[..., :1, :] - A[..., 1:2, :]], -2) if kind == "redundant" else A
+    v, inside = size * torch.randn(64, 12), activation.sigma(torch.randn(64, 12))
+    beyond = torch.randn(64, 4)
+    lower, upper = activation.range.bounds(v)
+    image = (beyond.unsqueeze(-2) @ A[..., :4, :]).squeeze(-2)
+    outside = torch.where(image > 0, upper, lower) + 0.1 * image
+    b = torch.where(torch.arange(64)[:, None] % 2 == 0, inside, outside)
+    b = (A @ b.unsqueeze(-1)).squeeze(-1)
+    solution = project(v, by_torch(A, activation), b, on_failure="return")
+    assert (solution.status[::2] == Status.CONVERGED).all()
+    assert (solution.status[1::2] == Status.INFEASIBLE).all()
+    assert is_certificate(solution.multipliers, A, b, activation)[1::2].all()
+    assert solution.iterations.max() < 20
+    assert (ratio(solution, A, b)[::2] <= 1e-12).all()
+    image = (A.mT @ solution.multipliers.unsqueeze(-1)).squeeze(-1)
+    u, blur = v + image, 64 * 2.0**-52 * (v.abs() + image.abs())
+    near = (activation.sigma(u - blur) - 1e-9, activation.sigma(u + blur) + 1e-9)
+    assert ((near[0] <= solution.z) & (solution.z <= near[1]))[::2].all()
+
+
+def test_large_logits_are_a_linear_program():
+    A, v = torch.randn(6, 20), 1e6 * torch.randn(8, 20)
+    b = torch.rand(8, 20) @ A.mT
+    z = project(v, by_torch(A, "sigmoid"), b).z
+    for own, target, found in zip(v, b, z, strict=True):
+        best = linprog(-own.numpy(), A_eq=A.numpy(), b_eq=target.numpy(), bounds=(0, 1)).x
+        assert_close(found, torch.from_numpy(best), rtol=0, atol=1e-6)
+
+
+def test_a_start_that_is_near_is_kept_whatever_the_logits():
+    A, v = torch.randn(4, 12), 1e4 * torch.randn(32, 12)
+    known = by_torch(A, "sigmoid")
+    b = torch.rand(32, 12) @ A.mT
+    first = project(v, known, b)
+    again = project(v, known, b, init=first.multipliers)
+    assert again.iterations.max() <= 1
+    none = taut.Newton(max_iterations=0)
+    stopped = project(v, known, b, solver=none, on_failure="return")
+    assert_close(stopped.u, v, rtol=0, atol=0)
 
 
 def test_what_makes_no_progress_is_given_up():

@@ -16,6 +16,7 @@ from taut.solvers.anneal import anneal
 from taut.solvers.around import by_backend, held_outputs, portions, whole, without
 from taut.solvers.base import Solver, enter, leave, places
 from taut.solvers.bounds import inequalities
+from taut.solvers.cold import warmed
 from taut.solvers.sequential import sequential
 from taut.solvers.step import Search, State, newton_step, worth_leaving_out
 from taut.solvers.verdict import Verdicts, far, glance, judge
@@ -159,9 +160,15 @@ _METHODS: dict[type[Problem], Any] = {
 
 def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """λ, u, z, iterations and status of every sample."""
-    task, state = search.task, _start(search, start)
+    task, state, known = search.task, _start(search, start), None
+    if base.on_host(state.u):
+        state, known = warmed(search, state)
     progress, found = _Progress.start(state), _Found.start(state)
     open = len(state.u)
+    if known is not None:
+        index = (known.status >= 0).nonzero().squeeze(-1)
+        found, open = found.after(progress.place, index, state, known, 0), open - len(index)
+        progress = progress._replace(open=known.status < 0)
     for iteration in range(search.rules.max_iterations + 1):
         stalls = progress.stalled(state)
         verdicts, fresh, count = _judged(search, state, progress, stalls, iteration)

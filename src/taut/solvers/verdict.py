@@ -63,7 +63,7 @@ def judge(
     proofs = None
     still = open & (status < 0) & (stalls > 0)
     if iteration > 1 and (not base.on_host(still) or bool(still.any())):
-        proven, proofs = _certificates(task, state, still)
+        proven, proofs = certificates(task, state.multipliers, still)
         status = status.where(~proven, int(Status.INFEASIBLE))
     status = status.where(state.relative < torch.inf, int(Status.NONFINITE))
     return Verdicts(status, proofs, settled)
@@ -89,7 +89,8 @@ def glance(
     more = (stopped & ~meets).any() | ~(state.relative < torch.inf).all()
     if iteration > 1:
         still, task = open & (status < 0) & (stalls > 0), search.task
-        hopeful = (likely(x, task.A, task.b, task.activation) for x in _candidates(task, state))
+        found = _candidates(task, state.multipliers)
+        hopeful = (likely(x, task.A, task.b, task.activation) for x in found)
         more = more | (still & torch.stack([*hopeful]).any(0)).any()
         more = more | task.basis.condition.isnan().any()
     return Verdicts(status), more
@@ -212,9 +213,9 @@ def _scaled(x: Tensor, size: Tensor) -> Tensor:
     return torch.ldexp(x, -torch.frexp(size).exponent).to(x.dtype)
 
 
-def _candidates(task: Task, state: State) -> tuple[Tensor, Tensor]:
+def _candidates(task: Task, multipliers: Float[Tensor, "n I"]) -> tuple[Tensor, Tensor]:
     """What may prove a sample infeasible: where λ has run, also without small entries."""
-    multipliers = task.basis.leave(state.multipliers)
+    multipliers = task.basis.leave(multipliers)
     # As far as λ has run, only its direction counts: bring it to size 1 by a power of 2, and to
     # the precision in which it will be returned.
     size = multipliers.abs().amax(-1, keepdim=True)
@@ -225,9 +226,11 @@ def _candidates(task: Task, state: State) -> tuple[Tensor, Tensor]:
     return candidate, candidate.where(candidate.abs() > 0.1, 0)
 
 
-def _certificates(task: Task, state: State, which: Bool[Tensor, "n"]) -> tuple[Tensor, Tensor]:
+def certificates(
+    task: Task, multipliers: Float[Tensor, "n I"], which: Bool[Tensor, "n"]
+) -> tuple[Tensor, Tensor]:
     """Which samples of `which` are proven infeasible, and by which multipliers."""
-    candidate, direction = _candidates(task, state)
+    candidate, direction = _candidates(task, multipliers)
     if not base.on_host(which):
         both = (likely(x, task.A, task.b, task.activation) for x in (candidate, direction))
         if not any(base.look(*((which & x).any() for x in both))):
