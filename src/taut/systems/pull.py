@@ -198,25 +198,19 @@ def _solve(
     if A.iterative or 0 in A.shape:
         return _completed(A, w, given, solve_gram(A, w, A.apply(g) + given.ν, left_out))
     A = A if basis.transformed else basis.map  # which keeps what it has worked out
-    least, largest = torch.aminmax(w, dim=-1)
     c = basis.condition
-    even = least >= torch.where(c < CONDITION, EVEN * c.square(), torch.inf) * largest
     rhs = A.apply(g) + given.ν
     line = known.line and A.shared and not A.sparse and basis.left_out is left_out
-    if line and len(w) and bool(even[0]):
+    if line and len(w) and bool(_even(w[:1], c)):
         factor = share(A, w[0], left_out)
     else:
         factor = _Running.of(A, w, left_out)
     found = _completed(A, w, given, factor.solve(rhs))
     if whole:
         found = _refined(A, w, given, factor, found)
-    # w∘Aᵀs is at most this: where x is no faint part of it, it has not cancelled with g.
-    size, rows = found.s.abs(), A.largest()
-    taken = largest * (size @ rows if A.shared else (size * rows).sum(-1))
-    even = even & (found.x.abs().amax(-1) >= FAINT * taken)
-    if bool(even.all()):
+    index = _doubtful(A, w, c, found)
+    if index is None or not len(index):
         return found
-    index = (~even).nonzero().squeeze(-1)
     if isinstance(factor, _Running) and not whole:
         index = index[~_is_safe(A.take(index), w[index], g[index], found, index, factor)]
     if not len(index):
@@ -225,6 +219,32 @@ def _solve(
     part = Given(*(x[index] for x in given))
     stable = _stably(A.take(index), w[index], out, part, rhs[index], known)
     return Pulled(*(x.index_copy(0, index, y) for x, y in zip(found, stable, strict=True)))
+
+
+def _even(w: Tensor, c: Tensor) -> Bool[Tensor, "n"]:
+    """Are the slopes of a sample near enough to each other, with this condition of A?"""
+    return w.amin(-1) >= torch.where(c < CONDITION, EVEN * c.square(), torch.inf) * w.amax(-1)
+
+
+def _doubtful(A: LinearMap, w: Tensor, c: Tensor, found: Pulled) -> Int[Tensor, "m"] | None:
+    """The samples with slopes far apart, or with an x that is a faint part of its terms."""
+    (x, s, _), rows, index = found, A.largest(), None
+    # w∘Aᵀs is at most max w times this: where x is no faint part of that, it has not cancelled.
+    taken = s.abs() @ rows if A.shared else (s.abs() * rows).sum(-1)
+    if w.is_cpu and w.numel():
+        # Most samples pass by sums already, Σ1/w for 1/min w and Σ|x|/K for max|x|, and with the
+        # extremes of all slopes: both cost less than the extremes of each.
+        condition, most = (c.max() if c.ndim else c).item(), w.amax().item()
+        level = EVEN * condition**2 * most if condition < CONDITION else torch.inf
+        rest = torch.sub(x.abs().sum(-1), taken, alpha=FAINT * most * w.shape[-1])
+        if w.amin().item() >= level and rest.amin().item() >= 0:
+            return None
+        sure = (w.reciprocal().sum(-1).mul_(level) <= 1) & (rest >= 0)
+        index = (~sure).nonzero().squeeze(-1)
+        x, w, taken, c = x[index], w[index], taken[index], c[index] if c.ndim else c
+    faint = ~(x.abs().amax(-1) >= FAINT * (w.amax(-1) * taken))
+    doubtful = (faint | ~_even(w, c)).nonzero().squeeze(-1)
+    return doubtful if index is None else index[doubtful]
 
 
 def _stably(
