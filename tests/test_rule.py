@@ -398,6 +398,19 @@ def test_logits_that_make_a_step_of_sigma_are_decided_in_few_iterations(name, ki
     assert ((near[0] <= solution.z) & (solution.z <= near[1]))[::2].all()
 
 
+@pytest.mark.parametrize("known", [by_torch, taut.prepare], ids=["torch", "own"])
+def test_targets_that_float32_has_rounded_out_of_reach_are_decided(known):
+    """Nearly all outputs of the target are 0 or 1: no z has that b, but one keeps the rule."""
+    A, y = torch.randn(12, 24).float(), torch.sigmoid(40 * torch.randn(128, 24)).float()
+    v, b = 0.3 * torch.randn(128, 24).float(), y @ A.mT
+    solution = project(v, known(A, "sigmoid"), b, on_failure="return")
+    infeasible = solution.status == Status.INFEASIBLE
+    assert (solution.converged | infeasible).all()
+    assert solution.converged.double().mean() > 0.95
+    assert (ratio(solution, A, b)[solution.converged] <= TOLERANCE[torch.float32]).all()
+    assert is_certificate(solution.multipliers, A, b, "sigmoid")[infeasible].all()
+
+
 def test_large_logits_are_a_linear_program():
     A, v = torch.randn(6, 20), 1e6 * torch.randn(8, 20)
     b = torch.rand(8, 20) @ A.mT

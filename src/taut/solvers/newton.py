@@ -19,13 +19,13 @@ from taut.solvers.bounds import inequalities
 from taut.solvers.cold import warmed
 from taut.solvers.sequential import sequential
 from taut.solvers.step import Search, State, newton_step, worth_leaving_out
-from taut.solvers.verdict import Verdicts, far, glance, judge
+from taut.solvers.verdict import Verdicts, far, glance, judge, keeps
 
 # What is not decided after so many iterations begins again: by annealing, if logits are large, or
 # from 0, if a start was given.
 _PATIENCE, _LARGE = 20, 10.0
-# A residual that was not halved in so many iterations is given up.
-_STALLED = 100
+# A residual that was not halved in so many iterations is enough, if z keeps the rule; or given up.
+_TIRED, _STALLED = 30, 100
 
 
 @final
@@ -201,9 +201,13 @@ def _judged(
     """The verdicts, which of them are fresh, and how many those are; on a device by one look."""
 
     def counted(verdicts: Verdicts) -> tuple[Verdicts, Tensor, Tensor]:
-        verdicts = verdicts.given_up(progress.idle >= _STALLED)
+        tired = progress.idle >= _TIRED
+        if not base.on_host(tired) or bool(tired.any()):
+            meets = tired & keeps(search, state.z, state.residual)
+            verdicts = verdicts.ended(meets, Status.CONVERGED)
+            verdicts = verdicts.ended(progress.idle >= _STALLED, Status.MAX_ITERATIONS)
         if iteration == search.rules.max_iterations:
-            verdicts = verdicts.given_up(progress.open)
+            verdicts = verdicts.ended(progress.open, Status.MAX_ITERATIONS)
         fresh = progress.open & (verdicts.status >= 0)
         return verdicts, fresh, fresh.sum()
 

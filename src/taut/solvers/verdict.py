@@ -27,10 +27,9 @@ class Verdicts(NamedTuple):
     proofs: Float[Tensor, "n I"] | None = None  # certificates of the infeasible ones
     settled: tuple[Tensor, State] | None = None  # samples that converge after a last correction
 
-    def given_up(self, which: Bool[Tensor, "n"]) -> "Verdicts":
-        """The samples of `which` without a verdict stay undecided."""
-        undecided = which & (self.status < 0)
-        return self._replace(status=self.status.masked_fill(undecided, int(Status.MAX_ITERATIONS)))
+    def ended(self, which: Bool[Tensor, "n"], status: Status) -> "Verdicts":
+        """With this one for the samples of `which` that have none."""
+        return self._replace(status=self.status.masked_fill(which & (self.status < 0), int(status)))
 
 
 def judge(
@@ -84,7 +83,7 @@ def glance(
     """
     converged = state.relative <= search.target
     stopped = open & ~converged & _at_rounding(search, state, stalls)
-    meets = stopped & _keeps(search, state.z, state.residual)
+    meets = stopped & keeps(search, state.z, state.residual)
     status = (~(converged | meets)).long().neg_()
     more = (stopped & ~meets).any() | ~(state.relative < torch.inf).all()
     if iteration > 1:
@@ -126,7 +125,7 @@ def _by_the_rule(
     """
     if base.on_host(stopped) and not bool(stopped.any()):
         return status, None
-    meets = stopped & _keeps(search, state.z, state.residual)
+    meets = stopped & keeps(search, state.z, state.residual)
     status = status.where(~meets, int(Status.CONVERGED))
     index = (stopped & ~meets).nonzero().squeeze(-1)
     if len(index) == 0:
@@ -137,7 +136,8 @@ def _by_the_rule(
     return status.index_fill(0, index, int(Status.CONVERGED)), (index, part.take(good))
 
 
-def _keeps(search: Search, z: Tensor, residual: Tensor) -> Bool[Tensor, "n"]:
+def keeps(search: Search, z: Tensor, residual: Tensor) -> Bool[Tensor, "n"]:
+    """Does z keep the rule?"""
     return relative(residual, search.size_of_terms(z)) <= search.cap
 
 
@@ -165,7 +165,7 @@ def settle(search: Search, state: State) -> tuple[State, Bool[Tensor, "n"]]:
     eps = torch.finfo(z.dtype).eps if basis.left_out is None else task.eps
     blur = 64 * eps * (z.abs() + w * size)
     near = (w * (u - state.u).abs() <= blur).all(-1)
-    good = near & _keeps(search, z, residual)
+    good = near & keeps(search, z, residual)
     follows = ((task.activation.sigma(u) - z).abs() <= blur).all(-1, keepdim=True)
     multipliers = multipliers.where(follows, state.multipliers)
     return State(multipliers, u.where(follows, state.u), z, residual, level), good
