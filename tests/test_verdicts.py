@@ -142,6 +142,19 @@ def test_without_equations_nothing_is_proven():
     assert is_certificate(nothing, torch.zeros(0, K), nothing, "exp").tolist() == [False, False]
 
 
+@pytest.mark.parametrize("name", ["linear", "exp", "sigmoid"])
+def test_sparse_equations_of_any_size_that_contradict(name):
+    """Rows 1e6 apart, and a row of zeros: the nearest b that does not contradict has a solution."""
+    A = torch.tensor([[1e3, 1e3, 0, 0], [1e-3, 1e-3, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]])
+    b = apply(A, target(ALL[name], 3)[:, :4])
+    b[0, 1] *= 2
+    b[1, 2] = 1e-3
+    found = project(torch.randn(3, 4), A.to_sparse(), b, activation=name, on_failure="return")
+    assert found.status.tolist() == [Status.INCONSISTENT, Status.INCONSISTENT, 0]
+    assert found.z.abs().amax() < 10
+    assert_close(found.residual[1], torch.tensor(1e-3), rtol=1e-6, atol=0)
+
+
 def test_only_zeros_with_a_demand():
     solution = project(torch.zeros(2, K), torch.zeros(1, K), torch.ones(1), on_failure="return")
     assert not solution.converged.any()

@@ -20,6 +20,7 @@ from taut.solvers.cold import warmed
 from taut.solvers.sequential import sequential
 from taut.solvers.step import Search, State, newton_step, worth_leaving_out
 from taut.solvers.verdict import Verdicts, far, glance, judge, keeps
+from taut.systems import solve_gram
 
 # What is not decided after so many iterations begins again: by annealing, if logits are large, or
 # from 0, if a start was given.
@@ -96,8 +97,12 @@ def _sifted(problem: Linear, rules: Rules, outcome: Outcome) -> Outcome:
         return outcome
     few, dtype, own = problem.take(left), basis.map.data.dtype, problem.v.dtype
     v, data, b = (x.to(dtype) for x in (few.v, few.data, few.b))
-    found = _equations(replace(few, v=v, data=data, b=basis.project(b), start=None), rules)
-    size = b.abs() + few.prepared.map.over(data).abs().apply(found.z.abs())
+    A, near = few.prepared.map.over(data), basis.restrict(basis.project(b))
+    s = solve_gram(basis.map, torch.ones_like(v), near, basis.left_out)
+    # A x and not `near`, which is no A z in rows that are small beside others, or 0.
+    near = A.apply(basis.map.adjoint(s))
+    found = _equations(replace(few, v=v, data=data, b=near, start=None), rules)
+    size = b.abs() + A.abs().apply(found.z.abs())
     apart = basis.contradictory(b, size, torch.finfo(own).eps)
     apart = (apart & (found.status == Status.CONVERGED)).nonzero().squeeze(-1)
     z = found.z.to(own)
