@@ -53,7 +53,11 @@ class Solution:
             residual, iterations, status = (
                 x.reshape(batch) for x in (residual, iterations, status)
             )
-        compiling = torch.compiler.is_compiling()
+        compiling, inputs = torch.compiler.is_compiling(), problem.inputs
+        try:  # here, as this is on the way of every call
+            counted = () if compiling else tuple(map(_VERSION, inputs))
+        except RuntimeError:
+            counted = versions(inputs)
         fields = dict(
             z=z,
             multipliers=multipliers,
@@ -63,7 +67,7 @@ class Solution:
             status=status,
             _problem=problem,
             _outcome=outcome,
-            _versions=() if compiling else versions(problem.inputs),
+            _versions=counted,
         )
         if compiling:  # not all that can follow this know __dict__
             for name, value in fields.items():
