@@ -95,9 +95,8 @@ def whole(
     # Beside outputs that v holds, equations that leave no room for b contradict the ends, not A.
     broken = broken | (part.given & (status == Status.INCONSISTENT))
     status = status.masked_fill(broken, int(Status.INFEASIBLE))
-    if bool(
-        broken.any()
-    ):  # what no z removes of b − A z is orthogonal to all that is free: a proof
+    if bool(broken.any()):
+        # What no z removes of b − A z is orthogonal to all that is free: a proof.
         rest = task.basis.disagreement(-residual, torch.ones_like(residual))
         multipliers = torch.where(broken.unsqueeze(-1), rest, multipliers)
     outcome = leave(few, replace(task, A=A), None, (multipliers, u, z, iterations, status))

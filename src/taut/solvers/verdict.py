@@ -88,9 +88,7 @@ def glance(
     more = (stopped & ~meets).any() | ~(state.relative < torch.inf).all()
     if iteration > 1:
         still, task = open & (status < 0) & (stalls > 0), search.task
-        found = _candidates(task, state.multipliers)
-        hopeful = (likely(x, task.A, task.b, task.activation) for x in found)
-        more = more | (still & torch.stack([*hopeful]).any(0)).any()
+        more = more | (still & _hopeful(task, *_candidates(task, state.multipliers))).any()
         more = more | task.basis.condition.isnan().any()
     return Verdicts(status), more
 
@@ -176,7 +174,7 @@ def _solved_but_for_redundant(task: Task, state: State, stalls: Tensor) -> tuple
     left_out, eps = task.basis.left_out, task.eps
     assert left_out is not None  # noqa: S101
     scale = task.rounding_scale(state.u, state.z)
-    if bool((stalls > 2).any()):
+    if not base.on_host(stalls) or bool((stalls > 2).any()):
         scale = _blurred(task, state, scale).where((stalls > 2).unsqueeze(-1), scale)
     kept = relative(state.residual.masked_fill(left_out, 0), scale)
     solved = (kept <= 8 * torch.finfo(scale.dtype).eps) & left_out.any(-1)
@@ -226,14 +224,19 @@ def _candidates(task: Task, multipliers: Float[Tensor, "n I"]) -> tuple[Tensor, 
     return candidate, candidate.where(candidate.abs() > 0.1, 0)
 
 
+def _hopeful(task: Task, candidate: Tensor, direction: Tensor) -> Bool[Tensor, "n"]:
+    """Where one of them is worth the exact arithmetic of a proof."""
+    one, other = (likely(x, task.A, task.b, task.activation) for x in (candidate, direction))
+    return one | other
+
+
 def certificates(
     task: Task, multipliers: Float[Tensor, "n I"], which: Bool[Tensor, "n"]
 ) -> tuple[Tensor, Tensor]:
     """Which samples of `which` are proven infeasible, and by which multipliers."""
     candidate, direction = _candidates(task, multipliers)
     if not base.on_host(which):
-        both = (likely(x, task.A, task.b, task.activation) for x in (candidate, direction))
-        if not any(base.look(*((which & x).any() for x in both))):
+        if not any(base.look((which & _hopeful(task, candidate, direction)).any())):
             return torch.zeros_like(which), candidate
     proven = certifies(candidate, task.A, task.b, task.activation, which)
     if not task.activation.range.bounded:
