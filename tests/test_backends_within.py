@@ -187,6 +187,11 @@ def assert_same_gradients(given, ours, theirs, bounds=None):
     """As far as rounding determines them: it grows with the condition of the active rows."""
     (found, one), (other, two) = (gradients(x, given, bounds) for x in (ours, theirs))
     assert found.status.tolist() == other.status.tolist()
+    told = other.converged
+    if bounds is not None:  # in a corner, fewer outputs than equations are free: many λ are right
+        free = torch.minimum((found.active == 0).sum(-1), (other.active == 0).sum(-1))
+        told = told & (free >= len(given.A))
+    assert told.sum() > 3
     C = rows(given, other)[0] if bounds is None else given.A.expand(len(given.v), -1, -1)
     # Outputs that are clipped have no slope: what is left of C may be conditioned worse.
     free = torch.ones_like(given.v) if bounds is None else (other.active == 0).to(given.v.dtype)
@@ -197,7 +202,7 @@ def assert_same_gradients(given, ours, theirs, bounds=None):
     for x, y in zip(one, two, strict=True):
         x, y = (a.reshape(len(given.v), -1).double() for a in (x, y))
         far = (x - y).abs().amax(-1) > digits * (1 + y.abs().amax(-1))
-        assert not (far & other.converged).any()
+        assert not (far & told).any()
 
 
 @both_dtypes
@@ -208,6 +213,7 @@ def test_derivatives_are_those_of_torch(structure, activation, dtype):
     assert_same_gradients(given, *prepared(given))
 
 
+@pytest.mark.filterwarnings("ignore::taut.FailureWarning")  # rounded to float32, a corner is none
 @both_dtypes
 @few_activations
 def test_derivatives_of_bounds_are_those_of_torch(activation, dtype):

@@ -6,7 +6,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import taut
-from measures import relative_residual
+from measures import assert_edge_verdicts, assert_same_answers, relative_residual
 from tables import (
     ALL,
     K,
@@ -28,10 +28,11 @@ pytestmark = pytest.mark.usefixtures("as_user")
 @few_activations
 def test_solvers_agree(activation):
     v, A, b = problem(activation, size=1.5, matrix=conditioned(0))
-    descent = GradientDescent(step=1.5, min_step=1e-14, threshold=1e-11, max_iterations=500)
+    descent = GradientDescent(step=1.5, min_step=1e-14, threshold=1e-11, max_iterations=5000)
     one = taut.project(v, A, b, activation=activation)
     other = taut.project(v, A, b, activation=activation, solver=descent, on_failure="return")
-    assert_close(other.z, one.z, rtol=0, atol=1e-4)
+    # It stops when steps no longer lower the loss, that is, within √eps of it: in units of z.
+    assert_close(other.z, one.z, rtol=0, atol=3e-5 * (1 + one.z.abs().max().item()))
     assert_close(other.multipliers, one.multipliers, rtol=1e-3, atol=1e-3)
 
 
@@ -380,9 +381,10 @@ def test_a_device_comes_to_the_same_verdicts(monkeypatch, activation, regime):
         monkeypatch.setattr(taut.solvers.base, "on_host", on_host)
         found.append(taut.project(given.v, prepared, given.b, init=start, on_failure="return"))
     host, device = found
-    assert device.status.tolist() == host.status.tolist()
-    solved = host.converged
+    if regime == "at the edge":  # λ is as long as it happens to be when z arrives
+        assert_edge_verdicts(device.status, host.status)
+    else:
+        assert_same_answers(device, host, given)
+    solved = device.converged
     assert relative_residual(given.A, given.b[solved], device.z[solved]) <= 1e-12
-    scale = 1e-9 * (1 + host.u[solved].abs())
-    assert ((device.u - host.u)[solved].nan_to_num().abs() <= scale).all()
     assert device.residual.isnan().tolist() == host.residual.isnan().tolist()

@@ -105,10 +105,14 @@ class Sides:
         """u, z, w and C z at ν."""
         u = self.C.shifted_adjoint(self.v, multipliers)
         z, w = self.activation.sigma(u), self.activation.slope(u)
-        if self.floor is not None and self.ceiling is not None:
-            w = torch.where((z > self.floor) & (z < self.ceiling), w, 0)
-            z = self.clip(z)
+        w, z = self.free(z, w), self.clip(z)
         return Point(multipliers, u, z, w, self.C.apply(z))
+
+    def free(self, z: Float[Tensor, "n K"], slope: Float[Tensor, "n K"]) -> Float[Tensor, "n K"]:
+        """dz/du: the slope of σ, 0 where z is clipped."""
+        if self.floor is None or self.ceiling is None:
+            return slope
+        return torch.where((z > self.floor) & (z < self.ceiling), slope, 0)
 
     def ends(self) -> tuple[Float[Tensor, "n K"], Float[Tensor, "n K"]]:
         """Where z may lie: its range and its bounds."""
@@ -191,15 +195,18 @@ class Sides:
         near = (shift.abs() <= 32 * EPS * blur).all(-1, keepdim=True)
         moved = self.point(torch.where(near, point.multipliers, point.multipliers - move))
         z = self.clip(point.z - point.w * shift)
-        along = (z - moved.z).abs() <= 32 * EPS * (point.z.abs() + point.w * blur)
+        # The rounding of u moves an output off its bound too, where w is 0.
+        slope, there = self.activation.slope(point.u), self.activation.slope(moved.u)
+        along = torch.minimum(slope, there) * blur
+        along = (z - moved.z).abs() <= 32 * EPS * (point.z.abs() + along)
         along = along.all(-1, keepdim=True)
         z = torch.where(along, z, moved.z)
         u = torch.where(along & ~near, point.u - shift, moved.u)
         lower, upper = self.ends()
         if self.line:  # the slope is that of clipped outputs too
-            nothing = z.abs() <= EPS**1.5 * blur * self.activation.slope(point.u)
+            nothing = z.abs() <= EPS**1.5 * blur * slope
             z = z.masked_fill(nothing & (lower <= 0) & (upper >= 0), 0)
-        moved = moved._replace(u=u, z=z, r=self.C.apply(z))
+        moved = moved._replace(u=u, z=z, w=self.free(z, there), r=self.C.apply(z))
         left = torch.where(active, moved.r - side, 0)
         better = (_worst(left, size) < _worst(s, size)) & solved
         better = better & ((z >= lower) & (z <= upper)).all(-1)
