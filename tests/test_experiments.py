@@ -247,18 +247,22 @@ def test_joint_multipliers_reach_the_order_of_the_papers_residual(teacher):
     assert joint.residual[-1] < 10 * solved[-1]
 
 
-def test_predicted_multipliers_save_iterations_and_beat_none(teacher):
-    settings = Settings(
-        runs=1, epochs=40, patterns=100, batch_size=20, lr=0.03, inputs="corners", seed=SEED
-    )
-    predicted = train_predicted(settings, teacher, seed=SEED)
-    free = train(settings, teacher, FREE, [SEED])
-    # With eight teachers: 0.3 … 1.9 of the error without constraints.
-    assert predicted.error < 3 * free["test_error"].item()
-    assert predicted.solved_residual < 1e-4 < predicted.residual
-    assert predicted.solved_error < predicted.error
-    assert predicted.iterations < predicted.iterations_from_zero
-    assert 0 < predicted.saved < 1
+def test_predicted_multipliers_save_iterations_and_beat_none():
+    errors = []
+    for seed in range(SEED, SEED + 5):
+        settings = Settings(
+            runs=1, epochs=40, patterns=100, batch_size=20, lr=0.03, inputs="corners", seed=seed
+        )
+        teacher = train_teacher("corners", seed=seed)
+        predicted = train_predicted(settings, teacher, seed=seed)
+        free = train(settings, teacher, FREE, [seed])
+        errors.append(predicted.error / free["test_error"].item())
+        assert predicted.solved_residual < 1e-4 < predicted.residual
+        assert predicted.solved_error < predicted.error
+        assert predicted.iterations < predicted.iterations_from_zero
+        assert 0 < predicted.saved < 1
+    # With seventeen teachers 0.3 … 1.9 of the error without constraints, and once 6.9.
+    assert np.median(errors) < 2
 
 
 def test_units_are_plain_numbers(teacher, settings):
