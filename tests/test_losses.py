@@ -17,11 +17,14 @@ from tables import (
     apply,
     both_dtypes,
     each_activation,
+    each_backend,
     few_activations,
+    prepared,
     problem,
     target,
 )
 from taut import bregman_loss, matched_loss, project
+from taut.activations import bounded, weighted
 
 
 def posed(activation, n=6):
@@ -212,6 +215,23 @@ def test_poisson():
     v, y = torch.randn(6, K), torch.poisson(torch.rand(6, K) * 3)
     expected = F.poisson_nll_loss(v, y, reduction="none") + torch.xlogy(y, y) - y
     assert_close(bregman_loss(v, y, "exp", reduction="none"), expected.sum(-1))
+
+
+@each_backend
+@both_dtypes
+@pytest.mark.parametrize("name", ["bounded", "tanh"])
+def test_targets_next_to_the_ends_of_the_range(name, dtype, backend):
+    """Scaled back, rounding puts some beyond the ends: the loss is a number all the same."""
+    n = 200
+    low = torch.randn(n)
+    inner = bounded(low, low + torch.rand(n)) if name == "bounded" else name
+    activation = weighted(inner, torch.rand(n) + 1e-3)
+    lower, upper = activation.range.bounds(torch.zeros(1, dtype=dtype))
+    y = torch.stack([lower.nextafter(upper), upper.nextafter(lower)])
+    A, v = torch.randn(2, n, dtype=dtype), torch.randn(2, n, dtype=dtype)
+    b = apply(A, activation.sigma(torch.randn_like(v)))
+    solution = project(v, prepared(A, activation, backend), b)
+    assert matched_loss(solution, y, reduction="none").isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,8 @@ def test_projection_is_the_nearest_point(activation):
         lower, upper = activation.range.bounds(z)
         room = torch.minimum(z - lower, upper - z).min().item()
         moved = z + step * min(1.0, 100 * room)
-        assert activation.bregman(moved, start).sum() > nearest
+        # Next to an end all differences are below the rounding of the terms.
+        assert activation.bregman(moved, start).sum() > nearest - 16 * EPS * nearest
     u = activation.inverse(z)
     blur = (64 * EPS * (1 + z.abs()) / activation.slope(u)).max().item()  # z is rounded
     assert_close(apply(null, u - v), torch.zeros(K - 2), rtol=0, atol=1e-10 + blur)

@@ -198,7 +198,10 @@ def _polish(block: Block, row: int, Q: Array, back: Array, x: Array) -> tuple[Ar
     A, z = np.abs(block.matrix(row).astype(np.float64)), z.astype(np.float64)
     size = slope * (np.abs(u) + np.abs(v) + A.T @ np.abs(back.T @ x)).astype(np.float64)
     allowed = TOLERANCE[block.dtype] * (np.abs(b) + A @ np.abs(z)) + 64 * block.eps * (A @ size)
-    moves = np.abs((slope[:, None] * Q.T) @ np.linalg.solve(hessian, back))
+    shifts = np.abs(Q.T @ np.linalg.solve(hessian, back))
+    if (shifts @ allowed > 0.1).any():
+        return None  # u itself may differ by so much that slopes do: next to an end
+    moves = slope[:, None] * shifts
     own = 64 * block.eps * (law.size + np.abs(z) + size)
     slack = 4 * (moves @ allowed) + own
     return (z, slack) if np.isfinite(slack).all() else None  # pinned at their ends

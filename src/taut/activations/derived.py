@@ -71,9 +71,11 @@ class Affine:
         p = (z - shift) / scale
         if not self.base.range.bounded:
             return p
-        # The ends go to the ends exactly: beyond them are no logarithms.
+        # The ends go to the ends exactly, and so does what is next to them and only rounding puts
+        # beyond, where no logarithms are.
         (lower, upper), (low, high) = self.ends.bounds(z), self.base.range.bounds(z)
-        return torch.where(z == lower, low, torch.where(z == upper, high, p))
+        p = torch.where((z == upper) | ((z < upper) & (p > high)), high, p)
+        return torch.where((z == lower) | ((z > lower) & (p < low)), low, p)
 
     def activation(self, name: str) -> Activation:
         """This form as an activation."""

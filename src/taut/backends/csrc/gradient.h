@@ -158,8 +158,10 @@ INLINE lanes matched_loss(const Plan *p, const Work *x, const lanes *target, int
             } else if (p->upper[k] < INFINITY) {
                 double lower = single ? (float)p->lower[k] : p->lower[k];
                 double upper = single ? (float)p->upper[k] : p->upper[k];
-                z = choose(y == lower, all(kind == TANH ? -1.0 : 0.0), z);
-                z = choose(y == upper, all(1.0), z);
+                /* Rounding puts what is next to an end beyond it; what is beyond has no loss. */
+                double low = kind == TANH ? -1.0 : 0.0;
+                z = choose((y == lower) | ((y > lower) & (z < low)), all(low), z);
+                z = choose((y == upper) | ((y < upper) & (z > 1.0)), all(1.0), z);
             }
             psi = size * negative_entropy(kind, z);
             phi = p->shift[k] * u + size * integral(kind, u / p->temperature[k]);
