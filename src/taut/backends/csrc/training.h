@@ -2,7 +2,7 @@
 #ifndef TAUT_TRAINING_H
 #define TAUT_TRAINING_H
 
-#include "gradient.h"
+#include "divergence.h"
 #include "newton.h"
 
 /* λ of all samples into the memory, and the sum of the losses: by the thread that ends last, when
@@ -30,7 +30,7 @@ static int remembered(const Train *t, int64_t first, int64_t count) {
 PART void write_training(const Plan *p, Train *t, Work *x, int64_t first, mask which) {
     const Solve *s = t->solve;
     read_outputs(p, x->y, t->y, first, s->samples, s->single);
-    lanes loss = matched_loss(p, x, x->y, s->single);
+    lanes loss = s->single ? matched_loss_single(p, x, x->y) : matched_loss(p, x, x->y, 0);
     for (int64_t k = 0; k < p->given; k++) {
         lanes z = x->z[k];
         if (s->single) /* as it would be returned */
