@@ -91,6 +91,7 @@ def make_plan(basis: Basis, activation: Activation) -> Plan | None:
         "even": even,
         "faint": FAINT,
         "safe": SAFE,
+        "uniform": _uniform(found, given),
         "positive": activation.range.positive and bool((A >= 0).all()),
     }
     return Plan(sizes, {name: x.contiguous() for name, x in (arrays | inverses | single).items()})
@@ -128,6 +129,12 @@ def functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
     arrays = {name: pad(x, (0, more), value=fill[name]) for name, x in found._asdict().items()}
     plain = (arrays["shift"] == 0) & (arrays["scale"] == 1) & (arrays["temperature"] == 1)
     return arrays | {"plain": plain.to(torch.int8)}
+
+
+def _uniform(found: dict[str, Tensor], given: int) -> int:
+    """The one kind of all outputs, without parameters; −1 where there is none."""
+    kind, plain = found["kind"][:given], found["plain"][:given]
+    return int(kind[0]) if bool(plain.all() and (kind == kind[0]).all()) else -1
 
 
 def matrix(A: Float[Tensor, "I K"], order: Int[Tensor, "rows"], outputs: int) -> Tensor:

@@ -67,6 +67,7 @@ def make_rows(C: Basis, A: Basis, activation: Activation) -> Rows | None:
         "faint": FAINT,
         "safe": SAFE,
         "positive": False,
+        "uniform": -1,
     }
     plan = Plan(sizes, {name: x.contiguous() for name, x in arrays.items()})
     line = None

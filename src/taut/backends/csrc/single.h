@@ -3,33 +3,8 @@
 #ifndef TAUT_SINGLE_H
 #define TAUT_SINGLE_H
 
+#include "abreast.h"
 #include "state.h"
-
-#define SAMPLES (2 * LANES) /* of a group: two blocks of lanes */
-#define SPAN 8              /* so many sums at a time: enough for the latency of a product */
-#define LAST 12             /* as many as the registers hold: where no more are left */
-
-#if defined(__clang__) || __GNUC__ >= 12
-#if LANES == 8
-#define SIDE_BY_SIDE 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15
-#elif LANES == 4
-#define SIDE_BY_SIDE 0, 1, 2, 3, 4, 5, 6, 7
-#else
-#define SIDE_BY_SIDE 0, 1, 2, 3
-#endif
-#endif
-
-typedef float singles __attribute__((vector_size(8 * LANES)));
-typedef int32_t flags __attribute__((vector_size(8 * LANES))); /* −1 is true */
-
-INLINE singles every(float x) { return x - (singles){0}; }
-INLINE singles pick(flags m, singles yes, singles no) {
-    return (singles)((m & (flags)yes) | (~m & (flags)no));
-}
-INLINE int some(flags m) { return any((mask)m); }
-INLINE singles size_of(singles x) { return (singles)((flags)x & INT32_MAX); }
-/* Of two numbers; NaN as y is taken, which shows in the end. */
-INLINE singles most_of(singles x, singles y) { return pick(x > y, x, y); }
 
 typedef union {
     singles whole;
@@ -57,11 +32,10 @@ INLINE flags narrowed_flags(mask one, mask two) {
     return narrowed(choose(one, yes, no), choose(two, yes, no)) > 0.0f;
 }
 
-/* e^x for x ≤ 0, no less than the smallest normal number */
+/* e^x for x ≤ 88, no less than the smallest normal number */
 INLINE singles exponential_single(singles x) {
     const singles shift = every(0x1.8p23f);
-    x = pick(x < -87.0f, every(-87.0f), x);
-    x = pick(x > 88.0f, every(88.0f), x);
+    x = most_of(every(-87.0f), x);
     singles t = x * 0x1.715476p+0f + shift, n = t - shift;
     singles r = (x - n * 0x1.62e4p-1f) - n * 0x1.7f7d1cp-20f;
     singles p = every(1.0f / 5040.0f);
@@ -83,7 +57,7 @@ INLINE Narrow activate_single(Kind kind, singles x) {
     singles e, r;
     switch (kind) {
     case EXP:
-        e = exponential_single(x);
+        e = exponential_single(-most_of(every(-88.0f), -x));
         e = pick(x > 88.0f, every(INFINITY), e);
         return (Narrow){e, e};
     case SIGMOID:
@@ -118,31 +92,6 @@ INLINE singles curvature(const Plan *p, int64_t k, singles z) {
     return (p->kind[k] == SIGMOID ? 1.0f - 2.0f * z : -2.0f * z) * inverse;
 }
 
-INLINE int64_t spans(int64_t n) { return (n + SPAN - 1) / SPAN * SPAN; }
-
-/* to[0 … size) = Σ_j m[j·stride + t]·x[j], `size` a constant */
-INLINE void product(const float *m, int64_t stride, const singles *x, int64_t count, singles *to,
-                    const int size) {
-    singles sum[LAST];
-#pragma GCC unroll 12
-    for (int t = 0; t < size; t++) sum[t] = every(0.0f);
-    for (int64_t j = 0; j < count; j++) {
-        const singles one = x[j];
-#pragma GCC unroll 12
-        for (int t = 0; t < size; t++) sum[t] += m[j * stride + t] * one;
-    }
-#pragma GCC unroll 12
-    for (int t = 0; t < size; t++) to[t] = sum[t];
-}
-
-/* to[0 … n) = mᵀx; `to` is filled up to a multiple of SPAN */
-INLINE void products(const float *m, int64_t n, const singles *x, int64_t count, singles *to) {
-    const int64_t stride = spans(n);
-    int64_t i = 0;
-    for (; n - i > LAST || (i < n && n - i <= SPAN); i += SPAN) product(m + i, stride, x, count, to + i, SPAN);
-    if (i < n) product(m + i, stride, x, count, to + i, LAST);
-}
-
 /* Four sums, or every addition would wait for the one before */
 INLINE singles dot_single(int64_t n, const singles *x, const singles *y) {
     singles sum[4] = {every(0.0f), every(0.0f), every(0.0f), every(0.0f)};
@@ -152,28 +101,6 @@ INLINE singles dot_single(int64_t n, const singles *x, const singles *y) {
         for (int t = 0; t < 4; t++) sum[t] += x[i + t] * y[i + t];
     for (; i < n; i++) sum[0] += x[i] * y[i];
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
-/* Σ w d² */
-INLINE singles curve_along(int64_t n, const singles *w, const singles *d) {
-    singles sum[4] = {every(0.0f), every(0.0f), every(0.0f), every(0.0f)};
-    int64_t k = 0;
-    for (; k + 3 < n; k += 4)
-#pragma GCC unroll 4
-        for (int t = 0; t < 4; t++) sum[t] += w[k + t] * d[k + t] * d[k + t];
-    for (; k < n; k++) sum[0] += w[k] * d[k] * d[k];
-    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
-/* max|d| */
-INLINE singles farthest(int64_t n, const singles *d) {
-    singles most[4] = {every(0.0f), every(0.0f), every(0.0f), every(0.0f)};
-    int64_t k = 0;
-    for (; k + 3 < n; k += 4)
-#pragma GCC unroll 4
-        for (int t = 0; t < 4; t++) most[t] = most_of(size_of(d[k + t]), most[t]);
-    for (; k < n; k++) most[0] = most_of(size_of(d[k]), most[0]);
-    return most_of(most_of(most[0], most[1]), most_of(most[2], most[3]));
 }
 
 /* K Σw²/(Σw)² − 1 */
@@ -188,11 +115,12 @@ INLINE singles unevenness(const Plan *p, const singles *w) {
 
 /* A group: all there is to know of it in float32. Arrays are filled up to a multiple of SPAN. */
 typedef struct {
-    singles *v, *u, *z, *w;                        /* outputs */
-    singles *d, *t, *last;                         /* of steps: see mixed.h */
+    singles *v, *u, *z, *w;                        /* outputs; in the end what u and z have moved by */
+    singles *d, *t, *last;                         /* of steps: see steps.h */
     singles *at;                                   /* the slopes that the factor is of */
     singles *multipliers, *b, *r, *p, *y, *before; /* rows; `before` is r of the step before */
     singles *gone;                                 /* Σ of what the multipliers are to move along p */
+    singles *scale;                                /* of the residual: one over its size */
     singles *gram, *diagonal;
     singles relative;
 } Group;
@@ -203,13 +131,13 @@ static void *make_group(const Plan *p, Group *x) {
     const int64_t K = spans(p->given), I = spans(p->worked), n = tiled(p->worked);
     singles **parts[] = {&x->v, &x->u, &x->z,      &x->w,    &x->d,    &x->t,
                          &x->last, &x->at, &x->multipliers, &x->b, &x->r, &x->p,
-                         &x->y, &x->before, &x->gone, &x->gram, &x->diagonal};
-    int64_t sizes[] = {K, K, K, K, K, K, K, K, I, I, I, I, I, I, I, spans(triangle(n)), n}, total = 0;
-    for (int i = 0; i < 17; i++) total += sizes[i] + GAP;
+                         &x->y, &x->before, &x->gone, &x->scale, &x->gram, &x->diagonal};
+    int64_t sizes[] = {K, K, K, K, K, K, K, K, I, I, I, I, I, I, I, I, spans(triangle(n)), n}, total = 0;
+    for (int i = 0; i < 18; i++) total += sizes[i] + GAP;
     char *memory = malloc((total + 1) * sizeof(singles));
     if (!memory) return NULL;
     singles *at = (singles *)(((uintptr_t)memory + sizeof *at - 1) / sizeof *at * sizeof *at);
-    for (int i = 0; i < 17; i++, at += GAP) {
+    for (int i = 0; i < 18; i++, at += GAP) {
         *parts[i] = at;
         at += sizes[i];
         GUARD(at);
@@ -217,28 +145,42 @@ static void *make_group(const Plan *p, Group *x) {
     return memory;
 }
 
-/* z, w, A z − b and its size, at u */
-PART void evaluate_single(const Plan *p, Group *x) {
-    singles most = every(0.0f), relative = most;
+/* u moves by `by` along d; z and σ' are those there. Returns the largest |z|, and zᵀd. */
+INLINE singles move_outputs(const Plan *p, Group *x, singles by, singles *along, const int64_t kind) {
+    singles most = every(0.0f), sum = most;
     for (int64_t k = 0; k < p->given; k++) {
-        Narrow out = activate_output_single(p, k, x->u[k]);
+        const singles d = x->d[k], u = x->u[k] + by * d;
+        Narrow out = kind < 0 ? activate_output_single(p, k, u) : activate_single((Kind)kind, u);
+        x->u[k] = u;
         x->z[k] = out.z;
         x->w[k] = out.slope;
         most = most_of(size_of(out.z), most);
+        sum += out.z * d;
     }
-    products(p->columns, p->worked, x->z, p->given, x->r);
-    for (int64_t i = 0; i < p->worked; i++) {
-        x->r[i] -= x->b[i];
-        singles scale = size_of(x->b[i]) + p->shares[i] * most;
-        relative = most_of(size_of(x->r[i]) / scale, relative);
-        relative = pick(x->r[i] == x->r[i], relative, every(INFINITY));
-    }
-    x->relative = relative;
+    *along = sum;
+    return most;
 }
 
-/* Aᵀx */
-INLINE void adjoint_single(const Plan *p, const singles *x, singles *to) {
-    products(p->lines, p->given, x, p->worked, to);
+/* Likewise, by code of its own where all outputs have one σ */
+PART singles move_by(const Plan *p, Group *x, singles by, singles *along) {
+    switch (p->uniform) {
+    case EXP: return move_outputs(p, x, by, along, EXP);
+    case SIGMOID: return move_outputs(p, x, by, along, SIGMOID);
+    case TANH: return move_outputs(p, x, by, along, TANH);
+    default: return move_outputs(p, x, by, along, -1);
+    }
+}
+
+/* A z − b, of A z in r, and its size */
+PART void compare_single(const Plan *p, Group *x, singles most) {
+    singles relative = every(0.0f);
+    for (int64_t i = 0; i < p->worked; i++) {
+        const singles r = x->r[i] - x->b[i];
+        relative = most_of(size_of(r) / (size_of(x->b[i]) + p->shares[i] * most), relative);
+        relative = pick(r == r, relative, every(INFINITY));
+        x->r[i] = r;
+    }
+    x->relative = relative;
 }
 
 /* A diag(at) Aᵀ as one product with the a_ik·a_jk, and its factor as in factor.h, 3×3 sums at a time.
@@ -247,7 +189,7 @@ PART flags factorise_single(const Plan *p, Group *x) {
     const int64_t n = tiled(p->worked);
     singles *gram = x->gram, *diagonal = x->diagonal;
     for (int64_t e = 0; e < triangle(n); e += SPAN)
-        product(p->pairs + e * p->given, SPAN, x->at, p->given, gram + e, SPAN);
+        product(p->pairs + e * p->given, SPAN, x->at, x->at, p->given, gram + e, gram + e, SPAN, 0);
     for (int64_t i = p->worked; i < n; i++) gram[triangle(i) + i] = every(1.0f);
     for (int64_t i = 0; i < n; i++) diagonal[i] = gram[triangle(i) + i];
     flags fine = gram[0] == gram[0];
