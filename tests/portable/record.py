@@ -24,6 +24,7 @@ from taut.backends.plan import make_plan
 from taut.held import slack
 
 SAMPLES = 37  # no multiple of any number of lanes
+SHAKEN = 256  # times that a training step is tried with v changed in its last places
 RULES = Rules()
 
 
@@ -145,14 +146,18 @@ class Recorder:
         self.structures = _structure("plan", **fields), _structure("rules", **rules)
         self.write.arrays(**fields, **rules)
 
-    def call(self, name: str, given: dict[str, Any], found: dict[str, Tensor]) -> None:
+    def run(self, name: str, given: dict[str, Any], found: dict[str, Tensor]) -> None:
         """The compiled code itself, without what cpu.py does for redundant equations."""
         plan, rules = map(ctypes.addressof, self.structures)
-        given |= {"samples": SAMPLES, "single": int(self.dtype == torch.float32)}
         more = {"plan": plan} if name == "loss" else {"plan": plan, "rules": rules}
-        call = _structure(name, **given, **found, **more, next=0, unsolved=SAMPLES)
+        samples = {"samples": SAMPLES, "next": 0, "unsolved": SAMPLES}
+        call = _structure(name, **given | samples, **found, **more)
         function, _ = cpu._functions[name]
         function(ctypes.byref(call))
+
+    def call(self, name: str, given: dict[str, Any], found: dict[str, Tensor]) -> None:
+        given |= {"samples": SAMPLES, "single": int(self.dtype == torch.float32)}
+        self.run(name, given, found)
         self.write.section("call", name)
         self.write.arrays(**given, **found)
 
@@ -174,7 +179,7 @@ class Recorder:
         if regime.start is not None:
             start = (regime.start * torch.randn(b.shape)).to(self.dtype)
         found, solved, bounds = self.solve(v, b, start, regime.limit)
-        if solved.all():
+        if solved.all() and self.firmly(v, b, start, regime.limit):
             self.train(v, b, y, start, found, bounds)
         u, multipliers = (found[name].where(solved[:, None], 0) for name in ("u", "multipliers"))
         self.backward(u, torch.zeros(SAMPLES, dtype=torch.long))
@@ -208,6 +213,22 @@ class Recorder:
         rules = {name: getattr(RULES, name)(self.dtype) for name in ("target", "share", "cap")}
         return rules | {"huge": kind.max, "slack": slack(kind.eps)}
 
+    def firmly(self, v: Tensor, b: Tensor, start: Tensor | None, limit: int) -> bool:
+        """Are all solved whatever rounding does? A step that leaves one is left whole."""
+        (I, K), numbers = self.A.shape, (None if x is None else x.double() for x in (b, start))
+        b, start = numbers
+        given = {"b": b, "start": start, "index": None, "b_stride": I, "limit": limit}
+        given |= self.settings() | {"single": 0}
+        widths = {"multipliers": (I,), "u": (K,), "z": (K,), "residual": ()}
+        found = {name: torch.empty(SAMPLES, *width).double() for name, width in widths.items()}
+        found |= {name: torch.full((SAMPLES,), -1) for name in ("iterations", "status")}
+        for _ in range(SHAKEN):
+            by = 2 * torch.rand(SAMPLES, K, dtype=torch.double) - 1
+            self.run("solve", given | {"v": v.double() * (1 + 2.0**-47 * by)}, found)
+            if found["status"].any():
+                return False
+        return True
+
     def train(
         self, v: Tensor, b: Tensor, y: Tensor, start: Tensor | None,
         found: dict[str, Tensor], bounds: dict[str, Tensor],
@@ -237,7 +258,9 @@ class Recorder:
         apart = 2 * bounds["residual"] * bounds["multipliers"].sum(-1)
         within = {
             "multipliers": bounds["multipliers"],
-            "loss": apart + rounding.of_loss(self.scene, *answer)["loss"],
+            "loss": apart
+            + rounding.of_loss(self.scene, *answer)["loss"]
+            + rounding.of_divergence(self.scene, loss.double()),
             "dv": scale * bounds["z"]
             + self.scene.rounded(scale * y.double())
             + self.scene.rounded(dv),

@@ -107,3 +107,8 @@ def of_loss(
     hidden = y.abs() + (scene.shift * u).abs() + scene.size
     terms = (psi + phi + hidden + (y * v).abs()).sum(-1) + (b * multipliers).abs().sum(-1)
     return {"loss": 2 * scene.steps * terms + scene.rounded(loss)}
+
+
+def of_divergence(scene: Scene, loss: Tensor) -> Tensor:
+    """B(y‖z) in float32, some thirty operations in each term, none of which is negative."""
+    return 30 * scene.stored * loss.abs() * (scene.stored > EPS)
