@@ -17,8 +17,8 @@ from taut.activations import ACTIVATIONS, bounded, sigmoid
 from test_compiled import Network, assert_same, each_kind, given
 
 
-def compiled(function, **options):
-    return torch.compile(function, fullgraph=True, backend="aot_eager", **options)
+def compiled(function, fullgraph=True, **options):
+    return torch.compile(function, fullgraph=fullgraph, backend="aot_eager", **options)
 
 
 # torch.compile
@@ -131,10 +131,12 @@ def test_the_loss_of_a_layer_in_other_shapes():
         alone(y, b + 1e3)
     with pytest.raises(ValueError, match=r"targets must lie in"):
         alone(y + 2, b)
-    with pytest.raises(Exception, match=r"y must have the shape of solution.z, \(2, 3, 5\)"):
-        alone(y[0], b)
-    with pytest.raises(Exception, match="index must say of each sample of the batch"):
-        compiled(lambda: layer.loss(v, y, b, memory=memory, index=index[0, 0]))()
+    # Of what is raised while one graph is made, torch 2.6 says only that it was.
+    in_parts = compiled(lambda y, **kept: layer.loss(v, y, b, **kept), fullgraph=False)
+    with pytest.raises(ValueError, match=r"y must have the shape of solution.z, \(2, 3, 5\)"):
+        in_parts(y[0])
+    with pytest.raises(ValueError, match="index must say of each sample of the batch"):
+        in_parts(y, memory=memory, index=index[0, 0])
 
 
 @pytest.mark.filterwarnings("ignore::taut.FailureWarning")

@@ -196,7 +196,8 @@ class Projection(nn.Module):
         >>> 2 * v.grad[0]  # z − y; the mean is over two samples
         tensor([ 0.3333,  0.3333, -0.6667])
         """
-        if (memory is None) != (index is None) or not isinstance(memory, LagrangeMemory | None):
+        known = memory is None or isinstance(memory, LagrangeMemory)
+        if not known or (memory is None) != (index is None):
             raise _not_a_memory(memory, index)
         own = self._buffers
         free = own.get("G", own) is own.get("lower", own) is own.get("upper", own) is None
