@@ -53,15 +53,21 @@ def is_transformed(x: Any) -> bool:
 def unseen(*matrices: Tensor | None) -> bool:
     """Is one of them seen through torch.func? One that torch.func cannot even hold is refused."""
     for x in matrices:
-        if x is not None and x.layout not in (torch.strided, torch.sparse_coo):
-            try:
-                x.detach()
-            except RuntimeError:
-                raise NotImplementedError(
-                    f"derivatives of torch.func cannot read a matrix in {x.layout}: pass "
-                    "A.to_sparse_coo(), or prepare A before, taut.prepare(A, activation)."
-                ) from None
+        if x is not None and x.layout is not torch.strided and not _held(x):
+            instead = "to_dense" if x.layout is torch.sparse_coo else "to_sparse_coo"
+            raise NotImplementedError(
+                f"derivatives of torch.func cannot read a matrix in {x.layout}: pass "
+                f"A.{instead}(), or prepare A before, taut.prepare(A, activation)."
+            )
     return any(is_transformed(x) for x in matrices)
+
+
+def _held(x: Tensor) -> bool:
+    """Can torch.func hold this sparse x? torch 2.6 takes one by coordinates for a dense one."""
+    try:
+        return x.detach().layout is x.layout
+    except RuntimeError:
+        return False
 
 
 def is_followed(x: Tensor) -> bool:
