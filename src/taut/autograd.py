@@ -186,11 +186,32 @@ def apply_mapped(function: type[Function], *args: Any) -> Any:
     return tuple(torch._add_batch_dim(x, 0, level) for x in found)  # pyright: ignore
 
 
+def exporting() -> bool:
+    """Is torch.export at work?
+
+    >>> exporting()
+    False
+    """
+    if hasattr(torch.compiler, "is_exporting"):
+        return torch.compiler.is_exporting()
+    from torch.export import _trace  # torch 2.6 has no public name for it, nor loads this of itself
+
+    return _trace._EXPORT_FLAGS is not None
+
+
+def _refuse(sentence: str) -> None:
+    raise NotImplementedError(sentence)
+
+
+# As by torch.compiler.assume_constant_result, which would load the whole compiler: called while
+# a graph is made, not read, as all that a compiler says of an error it reads is that there is one.
+vars(_refuse)["_dynamo_marked_constant"] = True
+
+
 def uncompiled(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
     """`function`, run as it is between two graphs of torch.compile; torch.export has no between."""
-    exporting = getattr(torch.compiler, "is_exporting", None)  # torch 2.4 has no such name
-    if exporting is not None and exporting():
-        raise NotImplementedError(f"this solve cannot be exported: {reason}")
+    if exporting():
+        _refuse(f"this solve cannot be exported: {reason}")
     # Not a decorator: it loads the whole compiler, which nobody needs before one is at work.
     return torch.compiler.disable(function)
 
