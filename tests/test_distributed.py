@@ -24,6 +24,7 @@ def launch(script, *args, processes=2):
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(processes)}
+    place["USE_LIBUV"] = "0"  # not in every torch: Debian's and some for Windows have none
     command = [sys.executable, "-W", "ignore", str(script), *map(str, args)]
     running = [
         subprocess.Popen(
