@@ -1,6 +1,7 @@
 # `make` lists the targets. Everything runs in .venv, which is made on first use.
 PYTHON ?= python3
-# A torch other than that of constraints.txt, in a new .venv: `make clean; make tests TORCH=2.6.0`.
+# A torch other than that of constraints.txt, with the sympy that it asks for, in a new .venv:
+# `make clean; make tests TORCH=2.6.0`.
 TORCH ?=
 # pytest processes; 0 is none besides the main one.
 WORKERS ?= 2
@@ -19,7 +20,7 @@ RUN_READY := $(firstword $(wildcard $(BENCH_READY)) .venv/.installed-cli)
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv test lint types tests other portable slow compilers cross sanitize format demo xor \
+.PHONY: help venv test lint types tests other portable oldest slow compilers cross sanitize format demo xor \
 	fuzz bench variants docs dist clean
 
 help: ## 1 s | list the targets
@@ -30,7 +31,7 @@ help: ## 1 s | list the targets
 $(sort $(RUN_READY) $(BENCH_READY) $(READY) $(DOCS_READY) $(DIST_READY)): .venv/.installed-%: pyproject.toml constraints.txt setup.py $(wildcard src/taut/backends/csrc/*)
 	@echo "== install .[$*] into .venv: $(if $(wildcard $@),half a minute,one to three minutes and what torch takes to download)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/',cat) constraints.txt > .venv/constraints.txt
+	@$(if $(TORCH),sed 's/^torch==.*/torch==$(TORCH)/; /^sympy==/d',cat) constraints.txt > .venv/constraints.txt
 	@$(BIN)/python -m pip install $(if $(wildcard $@),--quiet) --disable-pip-version-check \
 		--constraint .venv/constraints.txt --editable '.[$*]'
 	@touch $@
@@ -64,6 +65,9 @@ other: $(READY) ## 2 min | the tests as another processor would run them, withou
 
 portable: $(READY) ## 25 min | the tests as twelve other machines would run them
 	@$(BIN)/python tests/machines.py -- -n $(WORKERS)
+
+oldest: ## 15 min | the tests with the oldest torch, from Debian 13; needs root and debootstrap
+	@WORKERS=$(WORKERS) sh tests/oldest.sh ARGS='$(ARGS)'
 
 slow: $(READY) ## 2 min | the tests that take longer: the fuzzer, conformance from every start
 	@$(PYTEST) -m slow $(ARGS)
