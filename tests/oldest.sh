@@ -39,7 +39,7 @@ done
 if [ ! -e "$folder/ready" ]; then
     inside apt-get -qq update
     inside env DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends \
-        ca-certificates g++ make python3-dev python3-torch python3-venv >>"$folder.log"
+        ca-certificates g++ libtorch-dev make python3-dev python3-torch python3-venv >>"$folder.log"
     mkdir "$folder/taut"
     inside python3 -m venv --system-site-packages /taut/.venv
     touch "$folder/ready"
