@@ -24,7 +24,7 @@ from fuzzing.gradients import (
 )
 from fuzzing.laws import law_of
 from fuzzing.precise import Precise, column, independent, matrix
-from tables import SEED
+from tables import SEED, needs_cpu
 from taut.analysis.sifting import sift
 from taut.backends import pull_stably
 from taut.maps import as_map
@@ -172,6 +172,20 @@ def test_heavy_columns_that_depend_on_each_other(solve, small):
     x, s, _ = solve(A, w, None, g, torch.zeros_like(g), torch.zeros(1, 3))
     true_x, true_s = precisely(A[0], w[0], g[0])
     assert gap(x[0], true_x) < 1e-12 and gap(s[0], true_s) < 1e-12
+
+
+@needs_cpu
+def test_a_line_keeps_its_digits_where_the_gradient_is_nearly_one_of_b():
+    """∂v is then a small part of what it is summed from, and A's inverse is made once for all."""
+    generator, heavy = torch.Generator().manual_seed(SEED), 6
+    g = torch.eye(26, dtype=torch.float64)[-heavy:]
+    for _ in range(24):
+        A = torch.randn(8, 26, generator=generator).double() * 10 ** torch.linspace(-4, 4, 26)
+        v = torch.randn(heavy, 26, generator=generator).double().requires_grad_()
+        solution = taut.project(v, A, torch.zeros(heavy, 8).double(), activation="linear")
+        (found,) = torch.autograd.grad(solution.z, v, g)
+        for i in range(heavy):
+            assert gap(found[i], precisely(A, torch.ones(26).double(), g[i])[0]) < 1e-8
 
 
 def test_small_pivots_in_a_chain_are_noticed(routes):
