@@ -10,6 +10,7 @@ from torch.testing import assert_close
 import taut
 from tables import ALL, FEW, K, both_dtypes, few_activations, patchy, problem
 from taut import FailureWarning, LagrangeMemory, Projection
+from taut.activations import bounded, tempered
 
 SAMPLES = 12  # of the memory
 OF_LAYER, OF_CALL = ("A", "G"), ("b", "lower", "upper")
@@ -347,6 +348,32 @@ def test_a_target_outside_the_range_leaves_the_memory_alone(worst):
         with pytest.raises(ValueError, match=r"targets must lie in .*in sample 2"):
             step.at_once(step.v, reduction)
     assert torch.equal(step.memories[0].multipliers, before)
+
+
+BEYOND = [("exp", -0.1), ("exp", -1e-9), ("exp", torch.inf), ("sigmoid", -1e-30), ("tanh", 1.5)]
+BEYOND += [(bounded(0.0, torch.inf), -0.1), (tempered("exp", 2.0), -0.1), ("linear", torch.inf)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("activation, worst", BEYOND, ids=[str(i) for i in range(len(BEYOND))])
+def test_a_target_outside_any_range_is_refused(activation, worst, dtype):
+    layer = Projection(torch.ones(1, 3, dtype=dtype), activation=activation)
+    y = torch.tensor([[0.2, 0.3, 0.5], [0.2, worst, 0.5]], dtype=dtype)
+    with pytest.raises(ValueError, match=r"targets must (lie in|be finite).*in sample 1"):
+        layer.loss(torch.zeros_like(y), y, torch.ones(2, 1, dtype=dtype))
+
+
+@pytest.mark.parametrize("learned", ["A", "b"])
+def test_learned_constraints_are_told_another_loss(learned):
+    """Each step has other numbers, and the warning has none: it is shown once."""
+    A, b = torch.ones(1, 3), torch.full((4, 1), 1.5)
+    v, y = torch.zeros(4, 3), torch.rand(4, 3) / 4
+    if learned == "A":
+        A = torch.nn.Parameter(A)
+    else:
+        b.requires_grad_()
+    with pytest.warns(FailureWarning, match=r"is learned, .*bregman_loss"):
+        Projection(A, activation="sigmoid").loss(v, y, b)
 
 
 def test_integers_and_lists_as_targets():

@@ -88,7 +88,7 @@ def check_range(name: str, y: Tensor, activation: Activation) -> None:
         own = any(isinstance(x, Tensor) for x in (activation.range.lower, activation.range.upper))
         where = f" in output {output}" if own else ""
         found = y.detach()[outside]
-        numbers = ", ".join(f"{x:.6g}" for x in found[:3].tolist())
+        numbers = ", ".join(f"{x:.9g}" for x in found[:3].tolist())
         raise ValueError(
             f"{name} must lie in [{ends[0]:.6g}, {ends[1]:.6g}]{where}, the closed range of "
             f"{activation.name!r}; got {numbers}{', …' if len(found) > 3 else ''}"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from taut.activations import Activation
 from taut.matched import learnable
-from taut.outcome import FailureWarning
+from taut.outcome import FailureWarning, places
 from taut.pose import check_range
 from taut.problems import Inequalities, Nonlinear, Problem
 
@@ -19,7 +19,12 @@ _ROUNDING = 1e3  # units of rounding of its terms: by so much a loss must be bel
 def check_targets(y: Tensor, status: Tensor, activation: Activation) -> None:
     """Refuse targets out of range. Samples that fail have no loss, whatever their target."""
     inside = activation.sigma(torch.zeros_like(y))
-    check_range("targets", torch.where(learnable(status).unsqueeze(-1), y, inside), activation)
+    y = torch.where(learnable(status).unsqueeze(-1), y, inside)
+    check_range("targets", y, activation)
+    if bool(y.isinf().any()):  # at an open end of the range, but no number
+        samples = places(y.isinf().any(-1))
+        where = f" in sample {samples}" if samples else ""
+        raise ValueError(f"targets must be finite; got {y[y.isinf()][0].item()}{where}.")
 
 
 def look(problem: Problem, y: Tensor, status: Tensor | None, loss: Tensor) -> None:
@@ -53,7 +58,15 @@ def _look_at_targets(problem: Problem, y: Tensor, status: Tensor | None) -> None
         off = (found - side).abs() > _PLAIN * (size + side.abs())
         if status is not None:
             off = off & learnable(status).unsqueeze(-1)
-    if bool(off.any()):
+    if not bool(off.any()):
+        return
+    if any(x.requires_grad for x in problem.inputs[1:]):
+        _warn(
+            "a matrix or a side is learned, and targets do not satisfy the constraints that it "
+            "makes. The matched loss has no lower bound then, and training may run away: take "
+            "another loss, as taut.bregman_loss(layer.solve(v, b).u, y, activation)."
+        )
+    else:
         sample, row = off.nonzero()[0].tolist()
         numbers = found[sample, row].item(), side[sample, row].item()
         _warn(

@@ -62,10 +62,12 @@ PART lanes matched_loss_single(const Plan *p, const Work *x, const lanes *y) {
     lanes loss = all(0.0), largest = all(0.0);
     mask within = loss == loss, usual = within;
     for (int64_t k = 0; k < p->given; k++) {
-        within &= (y[k] >= p->lower[k]) & (y[k] <= p->upper[k]) & (absolute(y[k]) < INFINITY);
+        const Kind kind = p->kind[k];
+        const double low = kind == TANH ? -1.0 : kind == LINEAR ? -INFINITY : 0.0;
+        const double high = kind == SIGMOID || kind == TANH ? 1.0 : INFINITY;
+        if (p->plain[k]) within &= (y[k] >= low) & (y[k] <= high) & (absolute(y[k]) < INFINITY);
         loss += y[k] * (x->u[k] - x->v[k]);
-        if (p->kind[k] != LINEAR)
-            largest = larger(largest, (p->kind[k] == TANH ? 2.0 : 1.0) * absolute(x->u[k]));
+        if (kind != LINEAR) largest = larger(largest, (kind == TANH ? 2.0 : 1.0) * absolute(x->u[k]));
         usual &= all(p->plain[k]) != 0.0;
     }
     usual &= largest <= MOST_U;
