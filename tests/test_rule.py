@@ -488,3 +488,16 @@ def test_the_residual_of_many_outputs_is_not_that_of_a_float32_sum():
     solution = taut.project(v, A, torch.tensor([5e4], dtype=torch.float32), activation="sigmoid")
     true = (solution.z.double().sum() - 5e4).abs()
     assert_close(solution.residual[0].double(), true, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("small", [1e-30, 1e-40, 1e-50, 1e-100])
+@pytest.mark.parametrize("tol", [1e-8, 1e-6])
+def test_a_loose_target_is_kept_by_equations_of_numbers_beyond_float32(small, tol):
+    A, v = torch.randn(8, 64), torch.randn(16, 64)
+    A[0, 16:] = 0
+    A[1:, :16] = 0
+    v[:, :16] *= small
+    b = v.tanh() @ A.mT * (1 + 1e-5 * torch.randn(16, 8))
+    z = taut.project(v, A, b, activation="tanh", solver=taut.Newton(tol=tol)).z
+    scale = b.abs() + z.abs() @ A.mT.abs()
+    assert ((z @ A.mT - b).abs() <= tol * scale).all()

@@ -363,6 +363,16 @@ def test_a_target_outside_any_range_is_refused(activation, worst, dtype):
         layer.loss(torch.zeros_like(y), y, torch.ones(2, 1, dtype=dtype))
 
 
+def test_a_target_far_above_z_has_its_loss():
+    """In float32 the logarithm of y/z fits, and its product with y/z does not."""
+    layer, y = (
+        Projection(torch.ones(1, 3).float(), activation="exp"),
+        torch.full((1, 3), 100.0).float(),
+    )
+    v, b = torch.tensor([[-85.0, 0.0, 0.0]]).float(), y.sum(-1, keepdim=True)
+    assert_close(layer.loss(v, y, b), taut.matched_loss(layer.solve(v, b), y))
+
+
 @pytest.mark.parametrize("learned", ["A", "b"])
 def test_learned_constraints_are_told_another_loss(learned):
     """Each step has other numbers, and the warning has none: it is shown once."""

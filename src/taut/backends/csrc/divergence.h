@@ -9,6 +9,7 @@
 
 #define FLAT 16.0f   /* |u| from which 1 − z is taken from u: z has no digits of it */
 #define MOST_U 80.0  /* |u| up to which float32 holds z and 1 − z */
+#define MOST_TIMES 1e30 /* of z that y may be, with its logarithm within float32 */
 
 /* h(a), where 1 + a is `whole`: by the series of log(1 + a) = 2 artanh(a/(2 + a)), without cancellation
  * where a is small */
@@ -68,6 +69,7 @@ PART lanes matched_loss_single(const Plan *p, const Work *x, const lanes *y) {
         if (p->plain[k]) within &= (y[k] >= low) & (y[k] <= high) & (absolute(y[k]) < INFINITY);
         loss += y[k] * (x->u[k] - x->v[k]);
         if (kind != LINEAR) largest = larger(largest, (kind == TANH ? 2.0 : 1.0) * absolute(x->u[k]));
+        if (kind == EXP) usual &= y[k] <= MOST_TIMES * x->z[k];
         usual &= all(p->plain[k]) != 0.0;
     }
     usual &= largest <= MOST_U;

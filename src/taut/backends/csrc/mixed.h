@@ -13,6 +13,7 @@
 #define COARSE 1e-9     /* a target above it is that of float32 */
 #define LINEARLY 1e-3f  /* what u may move where z follows by two terms of its series */
 #define SURE 0.99999f   /* of the target: what float32 makes of a residual is that near */
+#define SMALL 1e25f     /* one over the size of a row whose residual float32 still holds */
 
 /* After how many steps with one factor another is cheaper */
 INLINE int patience(const Plan *p) {
@@ -227,7 +228,8 @@ INLINE void add_residual(const Plan *p, Group *g) {
     singles relative = every(0.0f);
     for (int64_t i = 0; i < p->worked; i++) {
         g->r[i] += g->y[i];
-        relative = most_of(size_of(g->r[i]) * g->scale[i], relative);
+        const singles part = size_of(g->r[i]) * g->scale[i];
+        relative = pick(part == part, most_of(part, relative), every(INFINITY));
     }
     g->relative = relative;
 }
@@ -255,11 +257,14 @@ PART flags weigh(const Plan *p, const Solve *s, Group *g, Work *const *x, int ha
         g->scale[i] = narrowed(x[0]->trial[i], x[other]->trial[i]);
     }
     g->relative = narrowed(x[0]->relative, x[other]->relative);
-    return narrowed_flags(on[0], on[other]);
+    flags fine = narrowed_flags(on[0], on[other]);
+    for (int64_t i = 0; i < p->worked; i++) fine &= g->scale[i] < SMALL;
+    return fine;
 }
 
-/* What float32 has moved, onto float64 */
-PART void add_moves(const Plan *p, const Solve *s, Group *g, Work *const *x, int halves, const Way *way) {
+/* What float32 has moved, onto float64, which is asked again where it is returned */
+PART void add_moves(const Plan *p, const Solve *s, Group *g, Work *const *x, int halves, const Way *way,
+                    mask *solved) {
     for (int64_t i = 0; i < p->worked; i++) g->multipliers[i] = every(0.0f);
     catch_up(p, g, way, way->near);
     for (int h = 0; h < halves; h++) {
@@ -268,7 +273,9 @@ PART void add_moves(const Plan *p, const Solve *s, Group *g, Work *const *x, int
             x[h]->u[k] += widened(g->u[k], h);
             x[h]->z[k] += widened(g->v[k], h);
         }
-        if (!s->single) compare_again(p, x[h]); /* it is returned as it is */
+        if (s->single) continue;
+        compare_again(p, x[h]); /* it is returned as it is */
+        solved[h] &= x[h]->relative <= s->target;
     }
 }
 
@@ -285,7 +292,7 @@ PART void end_loosely(const Plan *p, const Solve *s, Team *t, Work *const (*x)[2
         act[h] &= ~own_factor(p, &t->group[h], x[h], halves[h], way, act[h] & way->own & ~way->factorised);
         way->begin |= way->own;
     }
-    const int all_bits = live(act, t->count);
+    const int moved = live(act, t->count);
     for (int step = 0; step < STEPS; step++) {
         const int on = live(act, t->count);
         if (!on) break;
@@ -304,9 +311,9 @@ PART void end_loosely(const Plan *p, const Solve *s, Team *t, Work *const (*x)[2
             act[h] &= ~done[h] & (g->relative < 2.0f * before);
         }
     }
-    EACH(h, all_bits) {
-        add_moves(p, s, &t->group[h], x[h], halves[h], &t->way[h]);
+    EACH(h, moved) {
         for (int i = 0; i < halves[h]; i++) solved[h][i] |= widened_flags(done[h], i);
+        add_moves(p, s, &t->group[h], x[h], halves[h], &t->way[h], solved[h]);
     }
 }
 

@@ -175,9 +175,8 @@ PART singles move_by(const Plan *p, Group *x, singles by, singles *along) {
 PART void compare_single(const Plan *p, Group *x, singles most) {
     singles relative = every(0.0f);
     for (int64_t i = 0; i < p->worked; i++) {
-        const singles r = x->r[i] - x->b[i];
-        relative = most_of(size_of(r) / (size_of(x->b[i]) + p->shares[i] * most), relative);
-        relative = pick(r == r, relative, every(INFINITY));
+        const singles r = x->r[i] - x->b[i], part = size_of(r) / (size_of(x->b[i]) + p->shares[i] * most);
+        relative = pick(part == part, most_of(part, relative), every(INFINITY));
         x->r[i] = r;
     }
     x->relative = relative;

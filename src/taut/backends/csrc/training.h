@@ -13,7 +13,7 @@ static void finish_training(const Plan *p, Train *t) {
     if (s->unsolved) return;
     t->total = 0.0;
     for (int64_t n = 0; n < s->samples; n++) t->total += number(t->loss, n, s->single);
-    if (t->total != t->total) return;
+    if (!(t->total - t->total == 0.0)) return; /* NaN, or infinite */
     t->unsolved = 0;
     for (int64_t n = 0; t->table && n < s->samples; n++)
         memcpy((char *)t->table + s->index[n] * bytes, (char *)s->multipliers + n * bytes, bytes);
