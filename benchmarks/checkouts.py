@@ -22,8 +22,15 @@ ROUNDS, SECONDS = 5, 0.15
 
 def compare(script: str, asked: list[tuple[tuple[int, int, int], str]]) -> None:
     """Ask the workers of OLD and NEW, which `script` starts, in turn."""
-    here = str(Path(__file__).parents[1])
-    workers = [_start(script, folder) for folder in (*sys.argv[1:], here)[:2]]
+    here = Path(__file__).parents[1]
+    folders = [Path(folder) for folder in (*sys.argv[1:], here)[:2]]
+    for folder in folders:
+        if not list(folder.glob("src/taut/_kernel*")):
+            raise SystemExit(
+                f"{folder} has no kernel in src/taut: run python setup.py build_ext --inplace in "
+                "it, and where that leaves the library in build/, copy it from there."
+            )
+    workers = [_start(script, folder) for folder in folders]
     print(f"{'K, I, N':>14}  {'call':<20} {'old µs':>9} {'new µs':>9} {'new / old':>9}")
     try:
         for size, call in asked:
@@ -38,8 +45,8 @@ def compare(script: str, asked: list[tuple[tuple[int, int, int], str]]) -> None:
             worker.kill()
 
 
-def _start(script: str, folder: str) -> subprocess.Popen:
-    environment = {**os.environ, "PYTHONPATH": str(Path(folder) / "src")}
+def _start(script: str, folder: Path) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
     command = [sys.executable, script, "--worker"]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)

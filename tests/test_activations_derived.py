@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import re
 from dataclasses import replace
 
 import pytest
@@ -179,6 +180,13 @@ def test_unknown_name_suggests_the_nearest(name, nearest):
         resolve(name)
     with pytest.raises(ValueError, match="Known: exp, linear, sigmoid, srlu, tanh"):
         taut.project(torch.zeros(2), torch.ones(1, 2), torch.ones(1), activation=name)
+
+
+def test_an_unknown_name_also_lists_what_functions_make():
+    with pytest.raises(ValueError, match=r"taut\.activations makes: (.*)\.$") as info:
+        resolve("bounded")
+    for name in re.findall(r"(\w+)\(", str(info.value)):
+        assert callable(getattr(taut.activations, name))
 
 
 def test_nothing_near_suggests_nothing():

@@ -116,6 +116,10 @@ def test_memory_refuses():
         memory[torch.tensor([0.0])]
     with pytest.raises(TypeError, match=r"index must hold integers; got torch\.bool"):
         memory[torch.tensor([True, False, True, True])]
+    with pytest.raises(TypeError, match=r"integers.*got slice\(0, 2, None\).*torch\.arange\(start"):
+        memory[0:2]
+    with pytest.raises(TypeError, match=r"integers.*got \['first'\]"):
+        memory[["first"]]
     layer, v, b = layer_of()
     with pytest.raises(ValueError, match=r"index \(2,\) and multipliers \(6, 2\) do not belong"):
         memory.store(torch.arange(2), layer.solve(v, b))

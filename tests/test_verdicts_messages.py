@@ -1,6 +1,7 @@
 """Status, Solution and SolveError: what they say, and that it helps."""
 
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -146,3 +147,45 @@ def test_repr_counts():
     assert "1 INFEASIBLE" in text
     empty = taut.project(torch.zeros(0, 2), torch.ones(1, 2), torch.ones(1))
     assert "empty" in repr(empty)
+
+
+def _ill_conditioned(v, A, b):
+    return taut.project(v, torch.cat([A, A + 1e-8 * torch.eye(1, 3).double()]), torch.cat([b, b]))
+
+
+def _returns_failures(v, A, b):
+    layer = taut.Projection(A, activation="sigmoid", on_failure="return")
+    return torch.nn.Sequential(torch.nn.Identity(), Fixed(layer, 5 * b))(v)
+
+
+def _learns_from_failures(v, A, b):
+    solution = taut.project(v, A, 5 * b, activation="sigmoid", on_failure="return")
+    return taut.matched_loss(solution, torch.full_like(v, 0.5))
+
+
+def _bad_targets(v, A, b):
+    return taut.Projection(A).loss(v, v, b)
+
+
+class Fixed(torch.nn.Module):
+    """A layer and its b, to be called by torch."""
+
+    def __init__(self, layer, b):
+        super().__init__()
+        self.layer, self.b = layer, b
+
+    def forward(self, v):
+        return self.layer(v, self.b)
+
+
+WARNED = (_ill_conditioned, _returns_failures, _learns_from_failures, _bad_targets)
+
+
+@pytest.mark.parametrize("call", WARNED)
+@pytest.mark.usefixtures("as_user")
+def test_a_warning_points_at_the_line_of_the_user(call):
+    v, A, b = torch.zeros(3).double(), torch.ones(1, 3).double(), torch.ones(1).double()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call(v, A, b)
+    assert [warning.filename for warning in caught] == [__file__]

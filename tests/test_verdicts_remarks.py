@@ -15,6 +15,7 @@ pytestmark = pytest.mark.usefixtures("as_user")
 
 SUM, HALVES = [[1.0, 1.0, 1.0]], [[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
 CHAIN = [[1.0, 0.0, 0.0], [-1.0, 1.0, 0.0], [0.0, -1.0, 1.0], [0.0, 0.0, 1.0]]
+PAIRS = [[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
 INF = torch.inf
 #: What is asked, and what is said of it.
 CLASHES = {
@@ -170,3 +171,19 @@ def test_what_is_said_is_true(name):
         assert sign * float(left) < sign * float(asked)
         assert sign * (true - float(left)) <= 1e-5 * (1 + abs(true))
     assert told > 5
+
+
+def test_the_first_samples_of_a_verdict_are_told_apart():
+    """Of one kind of failure several causes are named; what is said of several samples, once."""
+    A = torch.tensor(PAIRS)
+    asked = torch.tensor([[1.0, 1.0], [5.0, 1.0], [5.0, 1.0], [1.0, 7.0], [6.0, 1.0]])
+    found = project(torch.zeros(5, 4), A, asked, activation="sigmoid", on_failure="return")
+    said = found.report()
+    assert "In sample 1 equation 0 asks for 5; with 'sigmoid' it can be between 0 and 2" in said
+    assert "In sample 3 equation 1 asks for 7; with 'sigmoid' it can be between 0 and 2" in said
+    assert "In sample 2" not in said
+    assert "In sample 4" not in said  # the fourth that failed
+    many = project(
+        torch.zeros(5, 1, 4), A, asked[:, None], activation="sigmoid", on_failure="return"
+    )
+    assert "In sample (3, 0) equation 1 asks for 7" in many.report()

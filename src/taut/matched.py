@@ -1,6 +1,5 @@
 """How the matched loss gets its derivatives: by the envelope theorem, whatever the constraint."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any, final
 
@@ -9,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from taut.autograd import direct, lead
-from taut.outcome import FailureWarning, Status
+from taut.outcome import Status, warn
 from taut.problems import Problem
 
 
@@ -146,9 +145,7 @@ def warn_of_failures(status: Tensor) -> None:
     """Say how many samples have no loss, if there are any."""
     without = int((~learnable(status)).sum())
     if without:
-        warnings.warn(
+        warn(
             f"{without} of {status.numel()} samples were not solved. They add nothing to the loss "
-            "or its gradient; solution.report() says why.",
-            FailureWarning,
-            stacklevel=3,
+            "or its gradient; solution.report() says why."
         )

@@ -159,9 +159,7 @@ class LagrangeMemory:
             and index.is_cpu
             and table.is_cpu  # torch itself looks at every index
         ):
-            index = torch.as_tensor(index, device=table.device)
-            if index.is_floating_point() or index.dtype == torch.bool:
-                raise TypeError(f"index must hold integers; got {index.dtype}.")
+            index = _integers(index, table.device)
             if not index.is_cpu:
                 self._check_range(index)
             index = index.long()
@@ -187,3 +185,16 @@ class LagrangeMemory:
             raise IndexError(
                 f"sample indices must lie in 0 … {len(self) - 1}; got {low} … {high}."
             ) from None
+
+
+def _integers(index: Any, device: torch.device) -> Tensor:
+    try:
+        index = torch.as_tensor(index, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"index must hold integers, the numbers of the samples; got {index!r}. Those of a "
+            "slice are torch.arange(start, stop)."
+        ) from None
+    if index.is_floating_point() or index.dtype == torch.bool:
+        raise TypeError(f"index must hold integers; got {index.dtype}.")
+    return index

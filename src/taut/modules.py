@@ -1,6 +1,5 @@
 """Thin nn.Modules over `project`: the Lagrange units of the paper as layers."""
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -15,7 +14,7 @@ from taut.autograd import check_recorded, recording, transforming, uncompiled, u
 from taut.losses import Reduction, matched_loss, reduced
 from taut.maps import as_map
 from taut.memory import LagrangeMemory
-from taut.outcome import FailureWarning
+from taut.outcome import warn
 from taut.pose import fitted, fitted_curved, fitted_sides
 from taut.prepare import Prepared, Unprepared, examined, examined_with
 from taut.problems.surface import Equations
@@ -119,11 +118,9 @@ class Projection(nn.Module):
         solution = self.solve(v, b, lower=lower, upper=upper, params=params)
         if solution._outcome.failed > 0 and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"this layer was told to return samples that fail, and has: {solution}. Use "
-                "layer.solve(v, b) to see their status. It will not be said again.",
-                FailureWarning,
-                stacklevel=2,
+                "layer.solve(v, b) to see their status. It will not be said again."
             )
         return solution.z
 

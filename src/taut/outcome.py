@@ -1,5 +1,7 @@
 """What became of the samples: verdicts with their messages, and the error that carries them."""
 
+import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -158,6 +160,17 @@ class FailureWarning(UserWarning):
     """
 
 
+_BETWEEN = ("taut", "torch", "jaxtyping")
+
+
+def warn(text: str, category: type[Warning] = FailureWarning) -> None:
+    """Warn at the user's line: the nearest one that is neither ours nor of what is between."""
+    depth, frame = 2, sys._getframe(1)
+    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _BETWEEN:
+        depth, frame = depth + 1, frame.f_back
+    warnings.warn(text, category, stacklevel=depth)
+
+
 #: What can be said of a verdict on the sample at a place, beside `Status.message`; "{sample}" is
 #: where its name goes.
 Remark = Callable[[Status, int], str]
@@ -210,11 +223,20 @@ def explain(
         message = verdict.message.replace("A z = b", statement)
         if statement == "the constraints":
             message = message.replace("Check b", "Check b and the sides")
-        more = remark(verdict, int(here.reshape(-1).nonzero()[0]))
-        first = places(here, 1).removesuffix(", …")
-        more = more.replace("In sample {sample}", f"In sample {first}" if first else "Here")
-        lines.append(f"{count} {verdict.name}{at}, {size}: {message}.{more}")
+        lines.append(
+            f"{count} {verdict.name}{at}, {size}: {message}.{_told(here, verdict, remark)}"
+        )
     return "\n".join(lines)
+
+
+def _told(here: Tensor, verdict: Status, remark: Remark, shown: int = 3) -> str:
+    """What can be said of the first of these samples; what is said of several, once."""
+    said: dict[str, str] = {}
+    flat = here.reshape(-1).nonzero()[:shown, 0].tolist()
+    for index, sample in zip(here.nonzero()[:shown], flat, strict=True):
+        where = f"In sample {_name(index)}" if here.ndim else "Here"
+        said.setdefault(remark(verdict, sample), where)
+    return "".join(text.replace("In sample {sample}", where) for text, where in said.items())
 
 
 def places(which: Tensor, shown: int = 5) -> str:
@@ -226,5 +248,9 @@ def places(which: Tensor, shown: int = 5) -> str:
     if which.ndim == 0:
         return ""
     found = which.nonzero()
-    names = [str(i.item() if i.numel() == 1 else tuple(i.tolist())) for i in found[:shown]]
+    names = [_name(i) for i in found[:shown]]
     return ", ".join(names) + (", …" if len(found) > shown else "")
+
+
+def _name(index: Tensor) -> str:
+    return str(index.item() if index.numel() == 1 else tuple(index.tolist()))

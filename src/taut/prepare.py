@@ -163,7 +163,7 @@ class Unprepared:
     def basis_of(self, A: LinearMap) -> Basis:
         if self.equations is not None:
             return _kinked_basis(A)
-        return _basis(A, warn=False)  # for derivatives: the solve has warned
+        return _basis(A, aloud=False)  # for derivatives: the solve has warned
 
     def basis_in(self, dtype: torch.dtype) -> Basis:
         raise RuntimeError("A cannot be looked at here.")
@@ -254,7 +254,7 @@ def _kinked_basis(C: LinearMap) -> Basis:
     number = data.where(data.isfinite(), 0).to(wide(data))
     if C.sparse:
         return glance(C.over(number))
-    basis = analyse(number, 0.0, warn=False)
+    basis = analyse(number, 0.0, aloud=False)
     if basis.left_out is None and not basis.transformed:
         return basis
     return unexamined(C.over(number))
@@ -286,10 +286,10 @@ def _prepared(A: Tensor, activation: Activation, flat: LinearMap, version: int |
     return Prepared(A, activation, flat, basis, backend, finite, version)
 
 
-def _basis(A: LinearMap, warn: bool = True) -> Basis:
+def _basis(A: LinearMap, aloud: bool = True) -> Basis:
     """What there is to know of A, in float64 where the device has it."""
     data = A.data.detach()
     number = data.where(data.isfinite(), 0).to(wide(data))
     if A.sparse:
         return glance(A.over(number))
-    return analyse(number, torch.finfo(data.dtype).eps, warn)
+    return analyse(number, torch.finfo(data.dtype).eps, aloud)

@@ -1,19 +1,18 @@
 """What targets can show: that they break the constraints, or that z is not the nearest."""
 
-import warnings
-
 import torch
 from torch import Tensor
 
 from taut.activations import Activation
 from taut.matched import learnable
-from taut.outcome import FailureWarning, places
+from taut.outcome import places, warn
 from taut.pose import check_range
 from taut.problems import Inequalities, Nonlinear, Problem
 
 _PLAIN = 1e-3  # of the size of its terms: so far from its side, a row of targets is plainly off
 _FAINT = 1e-3  # of the largest output of a sample
 _ROUNDING = 1e3  # units of rounding of its terms: by so much a loss must be below 0 to be so
+_ONCE = " It will not be said again of these matrices."
 
 
 def check_targets(y: Tensor, status: Tensor, activation: Activation) -> None:
@@ -61,20 +60,20 @@ def _look_at_targets(problem: Problem, y: Tensor, status: Tensor | None) -> None
     if not bool(off.any()):
         return
     if any(x.requires_grad for x in problem.inputs[1:]):
-        _warn(
+        warn(
             "a matrix or a side is learned, and targets do not satisfy the constraints that it "
             "makes. The matched loss has no lower bound then, and training may run away: take "
-            "another loss, as taut.bregman_loss(layer.solve(v, b).u, y, activation)."
+            f"another loss, as taut.bregman_loss(layer.solve(v, b).u, y, activation).{_ONCE}"
         )
     else:
         sample, row = off.nonzero()[0].tolist()
         numbers = found[sample, row].item(), side[sample, row].item()
-        _warn(
+        warn(
             f"{int(off.any(-1).sum())} of {len(y)} targets do not satisfy the constraints: in "
             f"sample {sample}, {_said(problem, row, *numbers)}. Their matched loss has no lower "
             "bound, and training on it may run away. Let targets satisfy the constraints "
             "(taut.reconcile), or train with another loss, as taut.bregman_loss(solution.u, y, "
-            "activation)."
+            f"activation).{_ONCE}"
         )
 
 
@@ -96,14 +95,8 @@ def _look_at_loss(problem: Nonlinear, y: Tensor, loss: Tensor) -> None:
         below = loss < -_ROUNDING * torch.finfo(loss.dtype).eps * size
     if bool(below.any()):
         problem.prepared.unsaid.discard("nearer")
-        _warn(
+        warn(
             f"the matched loss of {int(below.sum())} of {len(loss)} samples is below 0: their "
             "target is nearer to σ(v) than z is. If it satisfies the equations, z is not the "
-            "nearest point: start from the target, init=(activation.inverse(y), zeros)."
+            f"nearest point: start from the target, init=(activation.inverse(y), zeros).{_ONCE}"
         )
-
-
-def _warn(text: str) -> None:
-    warnings.warn(
-        f"{text} It will not be said again of these matrices.", FailureWarning, stacklevel=5
-    )

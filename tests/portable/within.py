@@ -48,7 +48,7 @@ class Recorder:
     def prepare(self, A: Tensor, G: Tensor) -> None:
         """The plan, and that of the line if there is one."""
         self.A, self.C = A, torch.cat([A, G])
-        both = analyse(self.C, 0.0, warn=False), analyse(A, 1e-16)
+        both = analyse(self.C, 0.0, aloud=False), analyse(A, 1e-16)
         self.rows = rows = make_rows(*both, self.activation)
         known = cpu._structures
         fields = {name: rows.plan.arrays.get(name) for name, *_ in known["plan"][0]._fields_}

@@ -235,6 +235,8 @@ def resolve(activation: str | Activation) -> Activation:
         near = difflib.get_close_matches(activation.lower(), ACTIVATIONS, n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ValueError(
-            f"unknown activation {activation!r}.{hint} Known: {', '.join(sorted(ACTIVATIONS))}."
+            f"unknown activation {activation!r}.{hint} Known: {', '.join(sorted(ACTIVATIONS))}; "
+            "and what taut.activations makes: bounded(lower, upper), weighted(σ, d), "
+            "tempered(σ, τ), mixed([σ, …]), srlu(a, b)."
         )
     return ACTIVATIONS[activation]

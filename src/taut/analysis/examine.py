@@ -1,6 +1,5 @@
 """Look at a dense A: which of its equations others imply, and how far apart the rest are."""
 
-import warnings
 from typing import final
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 
 from taut.analysis.basis import Basis, Orthonormal, Plain, Reduced, Scaled
 from taut.maps import LinearMap, as_map
+from taut.outcome import warn
 
 # Nearer than this to the span of the others, an equation makes multipliers so large that the
 # rounding of Aᵀλ shows in the residual.
@@ -40,7 +40,7 @@ def glance(A: LinearMap) -> Basis:
     return unexamined(A) if scale is None else Scaled(unexamined(A.scaled(scale)), scale)
 
 
-def analyse(A: Float[Tensor, "*n I K"], precision: float, warn: bool = True) -> Basis:
+def analyse(A: Float[Tensor, "*n I K"], precision: float, aloud: bool = True) -> Basis:
     """Look at a dense A, (I, K) or (N, I, K), which must be finite.
 
     Equations are redundant if they are so to the rounding of A's dtype, in which the solve runs.
@@ -52,8 +52,8 @@ def analyse(A: Float[Tensor, "*n I K"], precision: float, warn: bool = True) -> 
     """
     scale = _scale(A.abs().amax(-1) if A.shape[-1] else A.sum(-1))
     if scale is None:
-        return _analyse(A, precision, warn)
-    return Scaled(_analyse(scale.unsqueeze(-1) * A, precision, warn), scale)
+        return _analyse(A, precision, aloud)
+    return Scaled(_analyse(scale.unsqueeze(-1) * A, precision, aloud), scale)
 
 
 def _scale(largest: Float[Tensor, "*n I"]) -> Float[Tensor, "*n I"] | None:
@@ -68,7 +68,7 @@ def _scale(largest: Float[Tensor, "*n I"]) -> Float[Tensor, "*n I"] | None:
     return torch.ldexp(torch.ones_like(largest), -exponent.clamp(-1000, 1000))
 
 
-def _analyse(A: Float[Tensor, "*n I K"], precision: float, warn: bool) -> Basis:
+def _analyse(A: Float[Tensor, "*n I K"], precision: float, aloud: bool) -> Basis:
     norms = A.norm(dim=-1, keepdim=True)
     unit = A / norms.where(norms > 0, 1)
     factor, info = torch.linalg.cholesky_ex(unit @ unit.mT)
@@ -80,14 +80,13 @@ def _analyse(A: Float[Tensor, "*n I K"], precision: float, warn: bool) -> Basis:
     basis = _reduced(A, unit, norms) if A.ndim == 2 else None
     basis = basis or _examined(A, unit, norms)
     worst = basis.condition.max().item()
-    if warn and worst * precision**0.5 > 1:
-        warnings.warn(
+    if aloud and worst * precision**0.5 > 1:
+        warn(
             f"A is ill-conditioned: its rows, scaled to length 1, have condition number about "
             f"{worst:.0e}. A z = b pins z down to {worst * precision:.0e} of its size only, and "
             "the multipliers hardly at all; solution.condition has the estimate for each sample. "
             "Use float64, or equations that are less alike.",
             ConditionWarning,
-            stacklevel=3,
         )
     return basis
 

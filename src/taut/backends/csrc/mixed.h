@@ -36,14 +36,13 @@ typedef struct {
 
 /* What follows from the plan and the target, the same for all samples */
 typedef struct {
-    int loose, few, steps, cheap;
+    int few, steps, cheap;
     float interval, part, bad, enough;
 } Pace;
 
 INLINE Pace pace_of(const Plan *p, const Solve *s) {
     const int loose = s->target > COARSE, steps = patience(p), cheap = steps < 3;
     return (Pace){
-        .loose = loose,
         .few = p->worked < FEW || !loose,
         .steps = steps,
         .cheap = cheap,
