@@ -11,6 +11,11 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 FLOOR = 1e-17  # an error of exactly 0 is drawn here
+OURS: dict[str, dict[str, Any]] = {
+    "taut": {"linestyle": "--", "marker": "o"},
+    "taut Projection": {"linestyle": "-", "marker": "D"},
+    "taut float32": {"linestyle": ":", "marker": "o", "markerfacecolor": "white"},
+}
 
 
 def _total(record: dict[str, Any]) -> float:
@@ -22,12 +27,12 @@ def _size(record: dict[str, Any]) -> str:
 
 
 def _styles(records: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """One colour per peer; ours black, and thicker."""
+    """One colour per peer; ours black, and thicker, each with a line of its own."""
     names = list(dict.fromkeys(record["who"] for record in records))
     colours = plt.get_cmap("tab20")
     return {
-        who: {"color": "black", "linewidth": 2.5, "marker": "o", "zorder": 3}
-        if who.startswith("taut")
+        who: {"color": "black", "linewidth": 2.5, "zorder": 3, **OURS[who]}
+        if who in OURS
         else {"color": colours(i % 20), "linewidth": 1, "marker": "s" if "tight" in who else "."}
         for i, who in enumerate(names)
     }
@@ -46,17 +51,16 @@ def _draw_family(family: str, records: list[dict[str, Any]], path: Path) -> None
             mine = [record for record in here if record["who"] == who]
             times.plot([r["samples"] for r in mine], [_total(r) for r in mine], **styles[who])
             middle = mine[min(1, len(mine) - 1)]
-            errors.scatter(
-                _total(middle),
-                max(middle["error_z"], FLOOR),
-                color=styles[who]["color"],
-                marker=styles[who]["marker"],
-            )
+            point = {**styles[who], "linestyle": "none"}
+            errors.plot(_total(middle), max(middle["error_z"], FLOOR), **point)
         times.set(title=f"{family} {size}", xlabel="N", ylabel="ms per sample, forward + backward")
         errors.set(xlabel=f"ms per sample at N = {middle['samples']}", ylabel="largest error of z")
         for axis in (times, errors):
             axis.set(xscale="log", yscale="log")
             axis.grid(alpha=0.3)
+        counts = sorted({record["samples"] for record in here})
+        times.set_xticks(counts, [str(count) for count in counts])
+        times.set_xticks([], minor=True)
     handles = [plt.Line2D([], [], label=who, **style) for who, style in styles.items()]
     figure.legend(handles=handles, loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=110)

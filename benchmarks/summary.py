@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results/side_by_side.json"
-KINDS = ("cvxpylayers", "POT", "LinSATNet", "SciPy", "qpth", "qpax", "torch")
+KINDS = ("cvxpylayers", "POT", "LinSATNet", "SciPy", "qpth", "qpax", "PiNet", "proxsuite", "torch")
 
 
 def total(record: dict[str, Any]) -> float:
