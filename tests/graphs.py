@@ -145,7 +145,8 @@ def test_compiled_layers(kind):
     """In one graph, in which the solution is made, and from which it is returned."""
     tensors, y = given(kind, "tanh")
     v, b = tensors.pop("v"), tensors.pop("b")
-    layer = Projection(**tensors, activation="tanh", on_failure="return")
+    own = {name: x.detach() for name, x in tensors.items()}
+    layer = Projection(**own, activation="tanh", on_failure="return")
 
     def f(v, b):
         return layer.solve(v, b)

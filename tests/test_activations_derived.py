@@ -183,7 +183,9 @@ def test_unknown_name_suggests_the_nearest(name, nearest):
 
 
 def test_an_unknown_name_also_lists_what_functions_make():
-    with pytest.raises(ValueError, match=r"taut\.activations makes: (.*)\.$") as info:
+    with pytest.raises(
+        ValueError, match=r"taut\.activations makes others, by a call: (.*)\.$"
+    ) as info:
         resolve("bounded")
     for name in re.findall(r"(\w+)\(", str(info.value)):
         assert callable(getattr(taut.activations, name))
@@ -196,8 +198,16 @@ def test_nothing_near_suggests_nothing():
 
 @pytest.mark.usefixtures("as_user")
 def test_an_activation_that_is_neither_name_nor_activation():
-    with pytest.raises(TypeError, match=r"must be a name or a taut\.Activation; got builtin_funct"):
-        taut.project(torch.zeros(2), torch.ones(1, 2), torch.ones(1), activation=torch.exp)
+    for given, named in (
+        (
+            torch.sigmoid,
+            r"as 'sigmoid', or .*; got builtin_function_or_method 'sigmoid'\. taut\.ac",
+        ),
+        (bounded, r"as 'exp', or .*; got function 'bounded'\. .* by a call: bounded\(lower, upper"),
+        ([0.0, 1.0], r"as '\w+', or a taut\.Activation; got list\."),
+    ):
+        with pytest.raises(TypeError, match=named):
+            taut.project(torch.zeros(2), torch.ones(1, 2), torch.ones(1), activation=given)
 
 
 @pytest.mark.usefixtures("as_user")

@@ -157,6 +157,19 @@ def test_targets_that_break_the_constraints_are_told_once(way):
             loss(taut.Projection(A, **rows, activation="exp"), y, apply(A, y))
 
 
+def test_targets_that_contradict_an_infinite_v_are_told():
+    v, b = torch.zeros(2, 3), torch.ones(2, 1)
+    v[1, 2] = -torch.inf
+    agree, clash = torch.tensor([[0.3, 0.3, 0.4], [0.5, 0.5, 0.0]]), torch.full((2, 3), 1 / 3)
+    layers = [taut.Projection(torch.ones(1, 3), activation="sigmoid") for _ in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        matched_loss(layers[0].solve(v, b), agree)
+    said = r"1 of 2 targets .* in sample 1, output 2, y is 0.333333 and v = ±inf holds it at 0\."
+    with pytest.warns(taut.FailureWarning, match=said):
+        matched_loss(layers[1].solve(v, b), clash)
+
+
 def test_the_loss_of_targets_that_break_the_constraints_has_no_lower_bound():
     y, b = torch.tensor([[0.2, 0.3]]), torch.tensor([1.0])
     for size in (10.0, 100.0, 1000.0):
@@ -379,7 +392,7 @@ def test_a_failed_sample_adds_nothing_to_the_loss(reduction):
     v.requires_grad_()
     y = torch.rand(6, K)
     solution = project(v, A, b, activation="sigmoid", on_failure="return")
-    with pytest.warns(taut.FailureWarning, match="2 of 6 samples were not solved"):
+    with pytest.warns(taut.FailureWarning, match=r"2 of 6 .* not solved \(sample 1, 3\)"):
         loss = matched_loss(solution, y, reduction=reduction)
     (g,) = torch.autograd.grad(loss.sum(), v)
     good = [0, 2, 4, 5]

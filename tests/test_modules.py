@@ -200,6 +200,13 @@ def test_A_can_be_learned_through_a_layer(way):
     assert_close(leaf.grad, live.grad)
 
 
+def test_a_layer_learns_parameters_only():
+    A, live = torch.ones(1, 3), torch.zeros(1, 3, requires_grad=True)
+    for name, given in (("A", {"A": 2 * live}), ("lower", {"A": A, "lower": live[0]})):
+        with pytest.raises(ValueError, match=f"^{name} requires a gradient.*nn.Parameter.{name}"):
+            taut.Projection(**given, activation="sigmoid")
+
+
 def test_a_layer_built_in_inference_mode_can_be_trained():
     v, A, b = problem(n=7)
     with torch.inference_mode():

@@ -1,7 +1,12 @@
 """taut.project refuses what cannot be a problem; every message quotes what it received."""
 
+import warnings
+
+import numpy as np
+import pandas as pd
 import pytest
 import torch
+from torch.testing import assert_close
 
 import taut
 
@@ -75,6 +80,35 @@ def test_what_holds_no_numbers_is_refused(which):
     tensors[which] = {"a": 1}
     match = rf"{'vAb'[which]} must be a tensor, or a list or array of numbers; got dict"
     raises(match, *tensors, error=TypeError)
+
+
+def test_an_activation_in_the_place_of_b_is_told():
+    match = r"numbers; got 'exp'\. An activation goes by its name: activation=…\."
+    raises(match, T(5), T(2, 5), "exp", error=TypeError)
+
+
+def test_a_memory_is_no_init():
+    memory, layer = taut.LagrangeMemory(2, 2), taut.Projection(T(2, 5))
+    match = r"init must hold the multipliers of these samples: init=memory\[index\]"
+    raises(match, T(2, 5), T(2, 5), T(2), error=TypeError, init=memory)
+    with pytest.raises(TypeError, match=match):
+        layer.solve(T(2, 5), T(2), memory)
+
+
+def test_arrays_of_any_kind_are_numbers():
+    """Of pandas; read-only and reversed ones, whose memory torch does not take."""
+    asked, A = np.array([[1.0, 2.0], [3.0, 4.0]]), np.array([[1.0, 2.0, 3.0], [1.0, 0.0, 0.0]])
+    v = torch.zeros(2, 3, dtype=torch.float64)
+    fixed = asked.copy()
+    fixed.flags.writeable = False
+    reversed_ = asked[::-1, ::-1].copy()[::-1, ::-1]
+    expected = taut.project(v, torch.tensor(A), torch.tensor(asked)).z
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for b in (fixed, reversed_, pd.DataFrame(asked), np.asfortranarray(asked)):
+            assert torch.equal(taut.project(v, pd.DataFrame(A), b).z, expected)
+            turned = pd.DataFrame(b).iloc[:, ::-1]
+            assert_close(taut.Projection(A[::-1])(v, turned), expected)
 
 
 def test_on_failure_has_two_values():

@@ -90,7 +90,10 @@ def test_a_y_outside_the_range():
         reconcile(y, A, b, activation="exp")
     solution = reconcile(y, A, b, activation="exp", on_failure="return")
     assert solution.status.tolist() == [Status.CONVERGED, Status.NONFINITE]
-    assert "entries of v. reconcile makes such a v of a y out of range" in solution.report()
+    assert (
+        "entries of v. (Of reconcile: y is not a number there, or out of range.)"
+        in solution.report()
+    )
 
 
 @few_activations

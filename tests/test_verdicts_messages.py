@@ -91,7 +91,7 @@ def test_error_names_samples_by_all_batch_indices():
 
 def test_error_names_only_the_first_of_many():
     status = torch.full((100,), int(Status.INFEASIBLE))
-    message = explain(status, torch.ones(100), lambda verdict, sample: "")
+    message = explain(status, torch.ones(100), lambda verdict, samples: {})
     assert "100 of 100" in message
     assert "(sample 0, 1, 2, 3, 4, …)" in message
 

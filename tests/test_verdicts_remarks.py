@@ -15,7 +15,6 @@ pytestmark = pytest.mark.usefixtures("as_user")
 
 SUM, HALVES = [[1.0, 1.0, 1.0]], [[1.0, 1.0, 0.0], [0.0, 1.0, 1.0]]
 CHAIN = [[1.0, 0.0, 0.0], [-1.0, 1.0, 0.0], [0.0, -1.0, 1.0], [0.0, 0.0, 1.0]]
-PAIRS = [[1.0, 1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 1.0]]
 INF = torch.inf
 #: What is asked, and what is said of it.
 CLASHES = {
@@ -100,7 +99,7 @@ def test_held_outputs_are_named():
     said = (
         "In sample 1 output 1 would have to be at least 0.1 and at most 0. Proven beside output 1"
     )
-    assert f"{said}, which is held at an end of the range." in found.report()
+    assert f"{said}, which is held at an end of the range: v is infinite there." in found.report()
 
 
 def test_sides_that_ask_for_infinity_are_named():
@@ -173,17 +172,32 @@ def test_what_is_said_is_true(name):
     assert told > 5
 
 
-def test_the_first_samples_of_a_verdict_are_told_apart():
-    """Of one kind of failure several causes are named; what is said of several samples, once."""
-    A = torch.tensor(PAIRS)
-    asked = torch.tensor([[1.0, 1.0], [5.0, 1.0], [5.0, 1.0], [1.0, 7.0], [6.0, 1.0]])
-    found = project(torch.zeros(5, 4), A, asked, activation="sigmoid", on_failure="return")
-    said = found.report()
-    assert "In sample 1 equation 0 asks for 5; with 'sigmoid' it can be between 0 and 2" in said
-    assert "In sample 3 equation 1 asks for 7; with 'sigmoid' it can be between 0 and 2" in said
-    assert "In sample 2" not in said
-    assert "In sample 4" not in said  # the fourth that failed
-    many = project(
-        torch.zeros(5, 1, 4), A, asked[:, None], activation="sigmoid", on_failure="return"
-    )
-    assert "In sample (3, 0) equation 1 asks for 7" in many.report()
+def test_unlike_samples_of_a_verdict_are_told_apart():
+    """However many have the same cause, the others are named; what is said of several, once."""
+    A, high = torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]]), torch.inf
+    asked, v = torch.tensor([1.0, 0.3]).repeat(100, 1), torch.zeros(100, 3)
+    asked[:10, 0], asked[50, 0], asked[60, 0], v[60, 2] = 4.0, -1.0, 0.9, high
+    asked[70] = torch.tensor([0.2, 0.9])
+    said = project(v, A, asked, activation="sigmoid", on_failure="return").report()
+    for sentence in (
+        "In sample 0 equation 0 asks for 4; with 'sigmoid' it can be between 0 and 3 only.",
+        "In sample 50 equation 0 asks for -1; with 'sigmoid' it can be between 0 and 3 only.",
+        "In sample 60 equation 0 asks for 0.9; with 'sigmoid' it can be between 1 and 3 only.",
+        "In sample 70 equation",
+    ):
+        assert said.count(sentence) == 1
+    assert said.count("In sample") == 4
+    v, asked = v.unflatten(0, (50, 2)), asked.unflatten(0, (50, 2))
+    said = project(v, A, asked, activation="sigmoid", on_failure="return").report()
+    assert "In sample (25, 0) equation 0 asks for -1" in said
+
+
+def test_rows_with_one_entry_are_read_as_bounds():
+    """As on the page about choosing: bounds on z beside other rows are rows of the identity."""
+    v, A, caps = torch.zeros(4), torch.ones(1, 4), dict(lower=0.0, upper=0.2)
+    for G in (torch.eye(4), torch.cat([torch.eye(4), torch.rand(2, 4)])):
+        said = project(v, A, torch.ones(1), G=G, **caps, on_failure="return").report()
+        assert "equation 0 asks for 1; between its bounds it can be between 0 and 0.8 only." in said
+    G = -2 * torch.eye(4)  # z between -0.1 and 0
+    said = project(v, A, torch.ones(1), G=G, **caps, on_failure="return").report()
+    assert "equation 0 asks for 1; between its bounds it can be between -0.4 and 0 only." in said

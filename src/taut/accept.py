@@ -32,11 +32,12 @@ def as_floating(name: str, x: Any, dtype: torch.dtype | None, device: Any = None
     """
     if not isinstance(x, Tensor):
         try:
-            x = torch.as_tensor(x, dtype=dtype, device=device)
+            x = torch.as_tensor(_array(x), dtype=dtype, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
+            got = f"{x!r}" if isinstance(x, str) else f"{type(x).__name__}: {error}"
+            more = " An activation goes by its name: activation=…." if isinstance(x, str) else ""
             raise TypeError(
-                f"{name} must be a tensor, or a list or array of numbers; got {type(x).__name__}: "
-                f"{error}"
+                f"{name} must be a tensor, or a list or array of numbers; got {got}.{more}"
             ) from None
     if x.dtype in FLOATS:
         return x
@@ -45,6 +46,16 @@ def as_floating(name: str, x: Any, dtype: torch.dtype | None, device: Any = None
     if x.dtype is torch.bool or x.is_complex() or x.is_floating_point():
         raise TypeError(f"{name} must hold real numbers; got {x.dtype}. Convert it first.")
     return x.to(dtype or torch.get_default_dtype())
+
+
+def _array(x: Any) -> Any:
+    """A table of pandas as an array; and one that torch cannot share memory with, copied."""
+    if hasattr(x, "to_numpy"):
+        x = x.to_numpy()
+    shared = getattr(x, "__array_interface__", None)
+    if shared is None or not (shared["data"][1] or min(shared["strides"] or (0,)) < 0):
+        return x
+    return x.copy()
 
 
 def check_matrix(A: Tensor, b: Tensor | None, name: str = "A") -> None:

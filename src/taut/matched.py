@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from taut.autograd import direct, lead
-from taut.outcome import Status, warn
+from taut.outcome import Status, places, warn
 from taut.problems import Problem
 
 
@@ -143,9 +143,12 @@ def learnable(status: Tensor) -> Bool[Tensor, "*batch"]:
 
 def warn_of_failures(status: Tensor) -> None:
     """Say how many samples have no loss, if there are any."""
-    without = int((~learnable(status)).sum())
-    if without:
+    failed = ~learnable(status)
+    if bool(failed.any()):
+        names = places(failed)
+        where = f" (sample {names})" if names else ""
         warn(
-            f"{without} of {status.numel()} samples were not solved. They add nothing to the loss "
-            "or its gradient; solution.report() says why."
+            f"{int(failed.sum())} of {status.numel()} samples were not solved{where}. They add "
+            "nothing to the loss or its gradient; the report() of their Solution, which project "
+            "and layer.solve return, says why."
         )

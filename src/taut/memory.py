@@ -1,5 +1,6 @@
 """The multipliers of every training sample, kept across epochs."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any, final
 
@@ -192,8 +193,8 @@ def _integers(index: Any, device: torch.device) -> Tensor:
         index = torch.as_tensor(index, device=device)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
-            f"index must hold integers, the numbers of the samples; got {index!r}. Those of a "
-            "slice are torch.arange(start, stop)."
+            f"index must hold integers, the numbers of the samples; got "
+            f"{reprlib.repr(index)}. Those of a slice are torch.arange(start, stop)."
         ) from None
     if index.is_floating_point() or index.dtype == torch.bool:
         raise TypeError(f"index must hold integers; got {index.dtype}.")

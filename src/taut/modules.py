@@ -84,6 +84,12 @@ class Projection(nn.Module):
             if x is not None:
                 floating = as_floating(name, x, dtype, device)
                 if not isinstance(x, nn.Parameter):
+                    if floating.requires_grad:
+                        raise ValueError(
+                            f"{name} requires a gradient, and a layer learns parameters only: give "
+                            f"it nn.Parameter({name}), or {name}.detach(), or pass {name} in each "
+                            "call to taut.project."
+                        )
                     x = floating.detach().clone()
                 elif floating is not x:  # it was half precision, and is learned all the same
                     x = nn.Parameter(floating.detach(), x.requires_grad)

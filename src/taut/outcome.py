@@ -171,9 +171,9 @@ def warn(text: str, category: type[Warning] = FailureWarning) -> None:
     warnings.warn(text, category, stacklevel=depth)
 
 
-#: What can be said of a verdict on the sample at a place, beside `Status.message`; "{sample}" is
-#: where its name goes.
-Remark = Callable[[Status, int], str]
+#: What can be said of a verdict on the samples at these places, beside `Status.message`: sentences,
+#: and of which sample each is; "{sample}" is where its name goes.
+Remark = Callable[[Status, Tensor], dict[str, int]]
 
 
 def failure(
@@ -229,14 +229,13 @@ def explain(
     return "\n".join(lines)
 
 
-def _told(here: Tensor, verdict: Status, remark: Remark, shown: int = 3) -> str:
-    """What can be said of the first of these samples; what is said of several, once."""
-    said: dict[str, str] = {}
-    flat = here.reshape(-1).nonzero()[:shown, 0].tolist()
-    for index, sample in zip(here.nonzero()[:shown], flat, strict=True):
-        where = f"In sample {_name(index)}" if here.ndim else "Here"
-        said.setdefault(remark(verdict, sample), where)
-    return "".join(text.replace("In sample {sample}", where) for text, where in said.items())
+def _told(here: Tensor, verdict: Status, remark: Remark) -> str:
+    said = remark(verdict, here.reshape(-1).nonzero().squeeze(-1))
+    if not here.ndim:
+        return "".join(said).replace("In sample {sample}", "Here")
+    numbers = torch.arange(here.numel(), device=here.device).reshape(here.shape)
+    names = (_name((numbers == place).nonzero()[0]) for place in said.values())
+    return "".join(x.replace("{sample}", name) for x, name in zip(said, names, strict=True))
 
 
 def places(which: Tensor, shown: int = 5) -> str:

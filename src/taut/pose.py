@@ -83,6 +83,10 @@ def check_range(name: str, y: Tensor, activation: Activation) -> None:
     """Refuse a y that is not in the closed range of σ."""
     outside = ~activation.range.contains(y)
     if bool(outside.any()):
+        if bool(y.isnan().any()):
+            samples = places(y.isnan().any(-1))
+            where = f" in sample {samples}" if samples else ""
+            raise ValueError(f"{name} must be numbers; got nan{where}. Leave these samples out.")
         ends = [x.expand_as(y)[outside][0].item() for x in activation.range.bounds(y)]
         output, samples = int(outside.nonzero()[0, -1]), places(outside.any(-1))
         own = any(isinstance(x, Tensor) for x in (activation.range.lower, activation.range.upper))

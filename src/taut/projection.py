@@ -14,6 +14,7 @@ from taut.activations import Activation, resolve
 from taut.autograd import followed, recording, transforming, unseen
 from taut.implicit import solve
 from taut.maps import as_map, stacked
+from taut.memory import LagrangeMemory
 from taut.outcome import failure
 from taut.pose import (
     Curved,
@@ -205,6 +206,8 @@ def begin(init: Any) -> Any:
     """The multipliers to start A z = b and inequalities from: u follows from them."""
     if isinstance(init, Solution):
         return init.multipliers
+    if isinstance(init, LagrangeMemory):
+        raise TypeError("init must hold the multipliers of these samples: init=memory[index].")
     if isinstance(init, tuple) and len(init) == 2 and isinstance(init[0], Tensor):
         return init[1]
     return init

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from taut.certificate import rays
@@ -15,6 +15,8 @@ from taut.outcome import Outcome, Remark, Status
 from taut.problems import Inequalities, Linear, Nonlinear, Problem
 
 _FEW = 4  # rows that are named
+_CASES = 5  # samples that are spoken of
+_LOOKED_AT = 1000  # samples that failed, for such that are unlike
 _CLEAR = 1e-9  # of what is asked and what is left: so much they must differ to be told
 _ROOM = 2**22  # entries of an A that is taken apart to find equations that contradict
 _WIDE = 1000  # outputs up to which what is left is worked out to the last
@@ -22,7 +24,7 @@ _FAINT = 1e-9  # of the largest part of a proof: not worth a word
 
 
 def remarks(problem: Problem, outcome: Outcome) -> Remark:
-    """What can be said of the verdict on a sample: a sentence, or nothing."""
+    """What can be said of the verdict on samples: sentences on a few that seem unlike."""
 
     def remark(verdict: Status, sample: int) -> str:
         if verdict not in (Status.INFEASIBLE, Status.INCONSISTENT):
@@ -30,7 +32,8 @@ def remarks(problem: Problem, outcome: Outcome) -> Remark:
         if isinstance(problem, Nonlinear):  # proven of A z = b, whatever h is
             own = outcome.multipliers[:, : problem.b.shape[-1]]
             alone = remarks(problem.equations(), replace(outcome, multipliers=own))
-            return f" A z = b alone has none.{alone(verdict, sample)}"
+            (more,) = alone(verdict, torch.tensor([sample], device=own.device))
+            return f" A z = b alone has none.{more}"
         if not isinstance(problem, Linear | Inequalities):
             return problem.remark(verdict, sample)
         with torch.no_grad():
@@ -40,7 +43,37 @@ def remarks(problem: Problem, outcome: Outcome) -> Remark:
                 return _contradiction(rows)
             return _clash(rows, ν) + _held(one)
 
-    return remark
+    def told(verdict: Status, samples: Tensor) -> dict[str, int]:
+        said: dict[str, int] = {}
+        clash = verdict in (Status.INFEASIBLE, Status.INCONSISTENT)
+        for sample in _unlike(problem, outcome, samples) if clash else samples[:1].tolist():
+            said.setdefault(remark(verdict, sample), sample)
+        return said
+
+    return told
+
+
+def _unlike(problem: Problem, outcome: Outcome, samples: Tensor) -> list[int]:
+    """The first of each kind: by the row that is out of reach, or else that weighs most in the
+    proof, on which side, and whether outputs are held.
+    """
+    samples = samples[:_LOOKED_AT]
+    ν = outcome.multipliers[samples].detach().nan_to_num()
+    if not ν.shape[1]:
+        return samples[:1].tolist()
+    part = problem.take(samples)
+    C, *sides = part.sides
+    lower, upper, *ends = (x.detach().double() for x in sides)
+    found = reach(C.over(C.data.detach().double()), *at_ends(part, *ends))
+    beyond = (lower > found.most).long() - (upper < found.least).long()
+    alone = (beyond != 0).any(-1, keepdim=True)
+    row = torch.where(alone, beyond.abs(), ν.abs()).argmax(-1, keepdim=True)
+    side = torch.where(alone, beyond, ν.sign()).gather(-1, row)
+    held = problem.inputs[0][samples].isinf().any(-1, keepdim=True)
+    kinds, which = torch.cat([row, side, alone, held], -1).unique(dim=0, return_inverse=True)
+    first = samples.new_full((len(kinds),), len(samples))
+    first = first.scatter_reduce(0, which, torch.arange(len(samples), device=which.device), "amin")
+    return samples[first.sort().values[:_CASES]].tolist()
 
 
 def at_ends(problem: Problem, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
@@ -64,6 +97,7 @@ class _Rows(NamedTuple):
     ceiling: Float[Tensor, "K"]
     equations: int
     activation: str
+    held: Bool[Tensor, "K"]  # by v = ±inf
 
     @staticmethod
     def of(problem: Linear | Inequalities) -> "_Rows":
@@ -75,7 +109,8 @@ class _Rows(NamedTuple):
         floor, ceiling = (x.expand_as(v) for x in activation.range.bounds(v))
         least, most = (x.squeeze(0) for x in at_ends(problem, least, most))
         count = problem.equations if isinstance(problem, Inequalities) else C.shape[0]
-        return _Rows(C, lower, upper, least, most, floor, ceiling, count, activation.name)
+        ends = floor, ceiling, count, activation.name, v.isinf()
+        return _Rows(C, lower, upper, least, most, *ends)
 
     def only(self, index: Tensor) -> "_Rows":
         """Some of the rows, dense."""
@@ -109,7 +144,7 @@ def _held(problem: Linear | Inequalities) -> str:
     are, more = "are" if len(outputs) > 1 else "is", outputs[_FEW:]
     named = [str(i) for i in outputs[:_FEW]] + ([f"{len(more)} more"] if more else [])
     what = f"output{'s' if len(outputs) > 1 else ''} {_joined(named)}"
-    return f" Proven beside {what}, which {are} held at an end of the range."
+    return f" Proven beside {what}, which {are} held at an end of the range: v is infinite there."
 
 
 def _clash(rows: _Rows, ν: Tensor) -> str:
@@ -125,19 +160,46 @@ def _clash(rows: _Rows, ν: Tensor) -> str:
     if empty:
         low, high = _numbers(rows.least[empty[0]], rows.most[empty[0]])
         return f"{here} output {empty[0]} would have to be at least {low} and at most {high}."
-    least, most = (x.squeeze(0) for x in _reached(rows))
-    alone = ((rows.upper < least) | (rows.lower > most)).nonzero().squeeze(-1).tolist()
-    if alone:
-        i = alone[0]
-        (name,), possible = rows.names([i]), _possible(least[i], most[i])
-        where = "between its bounds" if _bounded(rows) else f"with {rows.activation!r}"
-        asked = _asked(rows, i, 1 if rows.lower[i] > most[i] else -1)
-        return f"{here} {name} {asked}; {where} it can be {possible}."
+    for one in (rows, _with_bounds(rows)):
+        said = _alone(one)
+        if said:
+            return here + said
     found = _few(rows, ν)
     if found is None:
         what = "equation" if rows.equations == rows.C.shape[0] else "row"
         return f"{here} no {what} alone rules a solution out; together they do."
     return here + _told(rows, *found)
+
+
+def _alone(rows: _Rows) -> str:
+    """A row that asks for what no z between its bounds can give, if there is one."""
+    least, most = (x.squeeze(0) for x in _reached(rows))
+    over, under = rows.lower - most, least - rows.upper
+    beyond = over > _CLEAR * (rows.lower.abs() + most.abs())
+    beyond |= under > _CLEAR * (rows.upper.abs() + least.abs())
+    found = beyond.nonzero().squeeze(-1).tolist()
+    if not found:
+        return ""
+    i = found[0]
+    (name,), possible = rows.names([i]), _possible(least[i], most[i])
+    where = "between its bounds" if _bounded(rows) else f"with {rows.activation!r}"
+    asked = _asked(rows, i, 1 if rows.lower[i] > most[i] else -1)
+    return f" {name} {asked}; {where} it can be {possible}."
+
+
+def _with_bounds(rows: _Rows) -> _Rows:
+    """Rows of G with one entry, read as the bounds of outputs that they are."""
+    if not isinstance(rows.C, DenseMap):
+        return rows
+    some = rows.C.data != 0
+    single = (some.sum(-1) == 1) & (torch.arange(len(some), device=some.device) >= rows.equations)
+    (index,) = single.nonzero(as_tuple=True)
+    output = some[index].long().argmax(-1)
+    entry = rows.C.data[index, output]
+    ends = torch.stack([rows.lower[index] / entry, rows.upper[index] / entry]).sort(0).values
+    least = rows.least.scatter_reduce(0, output, ends[0], "amax")
+    most = rows.most.scatter_reduce(0, output, ends[1], "amin")
+    return rows if bool((least > most).any()) else rows._replace(least=least, most=most)
 
 
 def _reached(rows: _Rows) -> tuple[Tensor, Tensor]:
@@ -146,7 +208,8 @@ def _reached(rows: _Rows) -> tuple[Tensor, Tensor]:
 
 
 def _bounded(rows: _Rows) -> bool:
-    return bool(((rows.least > rows.floor) | (rows.most < rows.ceiling)).any())
+    within = (rows.least > rows.floor) | (rows.most < rows.ceiling)
+    return bool((within & ~rows.held).any())
 
 
 def _asked(rows: _Rows, i: int, sign: int) -> str:

@@ -8,6 +8,7 @@ from taut.matched import learnable
 from taut.outcome import places, warn
 from taut.pose import check_range
 from taut.problems import Inequalities, Nonlinear, Problem
+from taut.remarks import at_ends
 
 _PLAIN = 1e-3  # of the size of its terms: so far from its side, a row of targets is plainly off
 _FAINT = 1e-3  # of the largest output of a sample
@@ -46,7 +47,8 @@ def _look_at_targets(problem: Problem, y: Tensor, status: Tensor | None) -> None
     """
     with torch.no_grad():
         C, *sides = problem.sides
-        lower, upper, least, most = (x.double() for x in sides)
+        lower, upper, *ends = (x.double() for x in sides)
+        least, most = at_ends(problem, *ends)
         y, C = y.double(), C.over(C.data.double())
         found = torch.cat([C.apply(y), y], -1)
         # Outputs that are nothing beside the others of their sample have no digits of their own.
@@ -70,21 +72,23 @@ def _look_at_targets(problem: Problem, y: Tensor, status: Tensor | None) -> None
         numbers = found[sample, row].item(), side[sample, row].item()
         warn(
             f"{int(off.any(-1).sum())} of {len(y)} targets do not satisfy the constraints: in "
-            f"sample {sample}, {_said(problem, row, *numbers)}. Their matched loss has no lower "
-            "bound, and training on it may run away. Let targets satisfy the constraints "
+            f"sample {sample}, {_said(problem, sample, row, *numbers)}. Their matched loss has no "
+            "lower bound, and training on it may run away. Let targets satisfy the constraints "
             "(taut.reconcile), or train with another loss, as taut.bregman_loss(solution.u, y, "
             f"activation).{_ONCE}"
         )
 
 
-def _said(problem: Problem, row: int, found: float, side: float) -> str:
+def _said(problem: Problem, sample: int, row: int, found: float, side: float) -> str:
     rows = problem.prepared.map.shape[0]
     equations = problem.equations if isinstance(problem, Inequalities) else rows
     if row < equations:
         return f"equation {row}, A y is {found:.6g} and b is {side:.6g}"
     if row < rows:
         return f"row {row - equations} of G, G y is {found:.6g} and its side {side:.6g}"
-    return f"output {row - rows}, y is {found:.6g} and its bound {side:.6g}"
+    held = problem.inputs[0][sample, row - rows].isinf()
+    what = "v = ±inf holds it at" if bool(held) else "its bound"
+    return f"output {row - rows}, y is {found:.6g} and {what} {side:.6g}"
 
 
 def _look_at_loss(problem: Nonlinear, y: Tensor, loss: Tensor) -> None:

@@ -228,15 +228,25 @@ def resolve(activation: str | Activation) -> Activation:
     if isinstance(activation, Activation):
         return activation
     if not isinstance(activation, str):
+        kind, called = type(activation).__name__, getattr(activation, "__name__", "")
         raise TypeError(
-            f"activation must be a name or a taut.Activation; got {type(activation).__name__}."
+            f"activation must be a name, as {_nearest(called or kind) or 'exp'!r}, or a "
+            f"taut.Activation; got {kind}{f' {called!r}' if called else ''}. {_MADE}"
         )
     if activation not in ACTIVATIONS:
-        near = difflib.get_close_matches(activation.lower(), ACTIVATIONS, n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"unknown activation {activation!r}.{hint} Known: {', '.join(sorted(ACTIVATIONS))}; "
-            "and what taut.activations makes: bounded(lower, upper), weighted(σ, d), "
-            "tempered(σ, τ), mixed([σ, …]), srlu(a, b)."
-        )
+        near = _nearest(activation)
+        hint = f" Did you mean {near!r}?" if near else ""
+        known = ", ".join(sorted(ACTIVATIONS))
+        raise ValueError(f"unknown activation {activation!r}.{hint} Known: {known}. {_MADE}")
     return ACTIVATIONS[activation]
+
+
+_MADE = (
+    "taut.activations makes others, by a call: bounded(lower, upper), weighted(σ, d), "
+    "tempered(σ, τ), mixed([σ, …]), srlu(a, b)."
+)
+
+
+def _nearest(name: str) -> str | None:
+    near = difflib.get_close_matches(name.lower(), ACTIVATIONS, n=1, cutoff=0.4)
+    return near[0] if near else None

@@ -43,7 +43,7 @@ class Problem(ABC):
         if not found:
             given = ", ".join(name for name, x in self.named.items() if x.numel())
             return f" All entries of {given} are finite; {self.derived}."
-        more = " reconcile makes such a v of a y out of range." if "v" in found[0] else ""
+        more = " (Of reconcile: y is not a number there, or out of range.)" if bad.get("v") else ""
         return f" Not finite: {', '.join(found)}.{more}"
 
     @property
