@@ -8,7 +8,18 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import taut
-from tables import ALL, SOLVERS, WEIGHTS, K, apply, each_activation, generator, target
+from tables import (
+    ALL,
+    BACKENDS,
+    SOLVERS,
+    WEIGHTS,
+    K,
+    apply,
+    each_activation,
+    generator,
+    prepared,
+    target,
+)
 from taut import matched_loss, project
 from taut.activations import tempered, weighted
 
@@ -161,6 +172,33 @@ def test_lemma_dual_objective(activation):
         assert bool((lagrangian(target(activation, N)) < dual).all())
     # since A y = b, it is −yᵀu + eᵀφ(u)
     assert_close(dual, -(y * u).sum(-1) + activation.phi(u).sum(-1), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e6, 1e9])
+@pytest.mark.parametrize("way", [*BACKENDS, "sparse", "own A", "started"])
+def test_masked_softmaxes(way, size, dtype):
+    """Logits of −1e9 are the usual mask; of rows that are masked whole, all the same."""
+    v, blocks = 3 * torch.randn(256, 8, 8), torch.kron(torch.eye(8), torch.ones(1, 8))
+    v = v.masked_fill(torch.rand(v.shape) < 0.5, -size)
+    v[:50, 1], v[60] = -size, -size
+    v[70] -= size * torch.arange(8.0).unsqueeze(-1)
+    v, A = v.to(dtype), blocks.to(dtype)
+    expected, v = v.double().softmax(-1).flatten(1), v.flatten(1)
+    options = {"activation": "exp"}
+    if way in BACKENDS:
+        A, options = prepared(A, "exp", way), {}
+    if way == "sparse":
+        A = A.to_sparse()
+    if way == "own A":
+        A = A.expand(256, 8, 64)
+    if way == "started":
+        options["init"] = 10 * torch.randn(256, 8, dtype=dtype)
+    found = project(v, A, v.new_ones(8), **options)
+    eps = 4 * torch.finfo(torch.float64).eps * size  # of u = v + λ
+    rounding = 4 * torch.finfo(dtype).eps
+    assert_close(found.z.double(), expected, rtol=0, atol=rounding + eps)
+    assert found.iterations.max() <= 40
 
 
 @each_activation

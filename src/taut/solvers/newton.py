@@ -18,6 +18,7 @@ from taut.solvers.base import Solver, enter, leave, places
 from taut.solvers.bounds import inequalities
 from taut.solvers.cold import warmed
 from taut.solvers.sequential import sequential
+from taut.solvers.starts import first_state
 from taut.solvers.step import Search, State, newton_step, worth_leaving_out
 from taut.solvers.verdict import Verdicts, far, glance, judge, keeps
 from taut.systems import solve_gram
@@ -165,7 +166,7 @@ _METHODS: dict[type[Problem], Any] = {
 
 def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """λ, u, z, iterations and status of every sample."""
-    task, state, known = search.task, _start(search, start), None
+    task, state, known = search.task, first_state(search, start), None
     if base.on_host(state.u):
         state, known = warmed(search, state)
     progress, found = _Progress.start(state), _Found.start(state)
@@ -253,7 +254,7 @@ def _from_zero(
     if len(index) == 0:
         return state, progress
     part = search.take(index)
-    state.write(index, _start(part, torch.zeros_like(state.multipliers[index])))
+    state.write(index, first_state(part, torch.zeros_like(state.multipliers[index])))
     return state, progress.anew(index)
 
 
@@ -339,36 +340,3 @@ class _Progress(NamedTuple):
 
     def take(self, index: Tensor) -> "_Progress":
         return _Progress(*(x[index] for x in self))
-
-
-def _start(search: Search, start: Tensor) -> State:
-    # States are written to: `start` itself must not be part of one.
-    task = search.task
-    state = search.state(task.basis.enter(task.A, start).clone())
-    lost = ~(state.residual.abs() <= search.rules.lost * (1 + search.size_of_b)).all(-1)
-    lost = lost.nonzero().squeeze(-1)
-    if len(lost):
-        state.write(lost, _lower(search.take(lost), state.take(lost)))
-    return state
-
-
-def _lower(search: Search, state: State) -> State:
-    """A better start where exp begins far too high, if there is one.
-
-    Only the part of v in the null space of A matters, so the rest can be taken out; and then
-    u can move down as one: v → v − Aᵀ(AAᵀ)⁻¹A(v + s·1), first with s = 0, then s = max u. Before
-    that, λ = 0: a start that was given may be the culprit.
-    """
-    task = search.task
-    v = task.v
-    multipliers, shift = torch.zeros_like(state.multipliers), torch.zeros_like(v[:, :1])
-    for attempt in range(3):
-        if attempt > 0:
-            multipliers = search.direction(torch.ones_like(v), task.A.apply(v + shift))
-        trial = search.state(multipliers)
-        if attempt > 0:
-            shift = trial.u.amax(-1, keepdim=True)
-        size, before = (x.residual.abs().amax(-1).nan_to_num(torch.inf) for x in (trial, state))
-        better = (size < before).nonzero().squeeze(-1)
-        state.write(better, trial.take(better))
-    return state

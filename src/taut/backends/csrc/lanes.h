@@ -71,6 +71,8 @@ INLINE void transpose(lanes *x) {
 /* NaN stays. */
 INLINE lanes at_least(lanes x, lanes low) { return choose(x < low, low, x); }
 INLINE lanes at_most(lanes x, lanes high) { return choose(x > high, high, x); }
+INLINE lanes within(mask m, lanes x) { return choose(m, x, all(0.0)); }
+INLINE lanes smaller(lanes x, lanes y) { return choose(x < y, x, y); }
 INLINE lanes larger(lanes x, lanes y) { return choose((x >= y) | (x != x), x, y); }
 
 /* x = n·log 2 + r with |r| ≤ log(2)/2; returns e^r − 1, and 2^n as the product of two factors,

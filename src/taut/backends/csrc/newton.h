@@ -7,6 +7,10 @@
 #include "factor.h"
 #include "state.h"
 
+#define VANISHED 1e-30 /* a slope */
+#define UNSOLVED 1e-2  /* of b: such a residual is far from solved */
+#define LIFTS 4        /* at most: rows may share outputs */
+
 INLINE lanes dot(const Plan *p, const lanes *x, const lanes *y) {
     lanes sum = all(0.0);
     for (int64_t i = 0; i < p->kept; i++) sum += x[i] * y[i];
@@ -82,7 +86,15 @@ PART void search(const Plan *p, const Solve *s, Work *x, lanes first, lanes far,
     *which = todo;
 }
 
-/* A better start where exp begins far too high, if there is one: _lower of solvers/newton.py */
+/* Does a start lead nowhere? */
+INLINE mask is_lost(const Plan *p, const Solve *s, const Work *x) {
+    mask lost = x->relative != x->relative;
+    for (int64_t i = 0; i < p->rows; i++)
+        lost |= ~(absolute(x->residual[i]) <= s->rules->lost * (1.0 + absolute(x->b[i])));
+    return lost;
+}
+
+/* A better start where exp begins far too high, if there is one: _lower of solvers/starts.py */
 PART void lower(const Plan *p, const Solve *s, Work *x, mask lost) {
     lanes shift = all(0.0), best = all(INFINITY);
     memcpy(x->step, x->multipliers, p->kept * sizeof *x->step);
@@ -108,6 +120,50 @@ PART void lower(const Plan *p, const Solve *s, Work *x, mask lost) {
     }
     memcpy(x->multipliers, x->step, p->kept * sizeof *x->step);
     evaluate(p, s, x);
+}
+
+/* Rows whose outputs have all vanished, as those of exp do at −1e9, begin with u near 0: _lift of
+ * solvers/starts.py. */
+PART void lift(const Plan *p, const Solve *s, Work *x, mask which) {
+    lanes terms[TILE], least = x->w[0];
+    for (int64_t k = 1; k < p->given; k++) least = at_most(least, x->w[k]);
+    which &= (least <= VANISHED);
+    if (!any(which)) return;
+    for (int time = 0; time < LIFTS; time++) {
+        mask sunk = which & ~which;
+        for (int64_t i = 0; i < p->kept; i++) {
+            if (i % TILE == 0) apply(p, x->w, i, 0, terms);
+            mask deep = which & (terms[i % TILE] <= VANISHED * p->sizes[i]);
+            deep &= absolute(x->residual[i]) > UNSOLVED * absolute(x->b[i]);
+            if (p->least[i] > -INFINITY && p->most[i] < INFINITY) deep &= ~deep;
+            x->step[i] = within(deep, all(1.0));
+            sunk |= deep;
+        }
+        if (!any(sunk)) return;
+        for (int to_top = 0; to_top < 2; to_top++) {
+            for (int64_t i = 0; i < p->kept; i++) {
+                const double *a = p->a + i * p->outputs;
+                lanes top = all(-INFINITY), sum = all(0.0), ones = all(0.0);
+                for (int64_t k = 0; k < p->given; k++) {
+                    if (a[k] == 0.0) continue;
+                    sum += a[k] * x->u[k];
+                    ones += a[k];
+                    top = larger(top, x->u[k]);
+                }
+                x->trial[i] = within(x->step[i] > 0.0, to_top ? -top * ones : -sum);
+            }
+            multiply(p, p->flat, x->trial, x->y);
+            for (int64_t i = 0; i < p->kept; i++) x->multipliers[i] += within(sunk, x->trial[i]);
+            predict(p, x);
+        }
+        evaluate(p, s, x);
+        sunk &= is_lost(p, s, x);
+        if (!any(sunk)) continue;
+        for (int64_t i = 0; i < p->kept; i++)
+            x->multipliers[i] = within(~sunk, x->multipliers[i]);
+        evaluate(p, s, x);
+        which &= ~sunk;
+    }
 }
 
 /* More steps with the same factor, while each gains a digit */
@@ -216,12 +272,13 @@ PART void read_block(const Plan *p, const Solve *s, Work *x, int64_t first) {
 PART mask solve_lanes(const Plan *p, const Solve *s, Work *x, mask which, lanes *taken) {
     const Rules *r = s->rules;
     evaluate(p, s, x);
+    lanes start = x->reach;
     mask lost = x->relative != x->relative;
     for (int64_t i = 0; i < p->rows; i++)
         lost |= ~(absolute(x->residual[i]) <= r->lost * (1.0 + absolute(x->b[i])));
     lost &= which;
-    lanes start = x->reach;
     if (any(lost)) lower(p, s, x, lost);
+    lift(p, s, x, which);
     lanes best = all(INFINITY), stalls = all(0.0), iterations = all(0.0);
     mask solved = stalls > 0.0, open = (x->relative < INFINITY) & (start < r->far), left = solved;
     open &= which & ~at_end(p, s, x);

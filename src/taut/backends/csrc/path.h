@@ -45,8 +45,6 @@ INLINE mask has_upper(const Path *y, int64_t i) { return (y->upper[i] < INFINITY
 INLINE mask is_free(const Path *y, int64_t i) {
     return (y->lower[i] == -INFINITY) & (y->upper[i] == INFINITY);
 }
-INLINE lanes within(mask m, lanes x) { return choose(m, x, all(0.0)); }
-INLINE lanes smaller(lanes x, lanes y) { return choose(x < y, x, y); }
 
 /* The rows times z, lengths 1; then z itself, where it has bounds */
 PART void apply_path(const Path *y, const lanes *z, int sign, lanes *out) {
