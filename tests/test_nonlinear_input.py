@@ -56,7 +56,11 @@ BAD = {
     "detached": (lambda z, e: norm(z.detach(), e), ValueError, "does not depend on z"),
     "constant": (lambda z, e: e * 1, ValueError, "does not depend on z"),
     "in place": (in_place, ValueError, "in place.*clone"),
-    "mixes": (lambda z, e: norm(z - z.mean(0), e), ValueError, "mixes samples: the first one"),
+    "mixes": (
+        lambda z, e: norm(z - z.mean(0), e),
+        ValueError,
+        "mixes samples: for sample 0 .* alone, and",
+    ),
     "random": (lambda z, e: norm(z, e) + torch.rand_like(e), ValueError, "mixes samples.*random"),
     "closure": (lambda z, e: norm(z, e) * learnt, ValueError, "closes over .*derivatives"),
     "once": (lambda z, e: Once.apply(z).sum(-1, keepdim=True) - e, TypeError, "twice diff"),

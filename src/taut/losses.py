@@ -14,7 +14,7 @@ from torch import Tensor
 from taut import compiled
 from taut.accept import Numbers, as_floating
 from taut.activations import Activation, resolve
-from taut.autograd import transforming
+from taut.autograd import transforming, uncompiled
 from taut.matched import Matched, matched, warn_of_failures
 from taut.pose import check_range
 from taut.solution import Solution, check_unwritten
@@ -54,6 +54,9 @@ def matched_loss(
     if y.shape != solution.z.shape:
         raise _misshapen(y, solution.z.shape, "solution.z")
     if torch.compiler.is_compiling():
+        reason = compiled.unfit(solution)
+        if reason is not None:
+            return uncompiled(matched_loss, reason)(solution, y, reduction)
         flat = y.to(solution.z.dtype).reshape(solution._outcome.z.shape)
         loss = compiled.matched_loss(solution, flat)
         return reduced(loss.reshape(solution.status.shape), reduction)

@@ -41,6 +41,15 @@ class Status(IntEnum):
         # Status(solution.status[3]) is what one writes first.
         return cls(value.item()) if isinstance(value, Tensor) and value.numel() == 1 else None
 
+    # Of the int that it is, torch.compile knows neither: a tensor of verdicts would never be equal.
+    def __eq__(self, other: object) -> Any:
+        return int(self) == other
+
+    def __ne__(self, other: object) -> Any:
+        return int(self) != other
+
+    __hash__ = IntEnum.__hash__
+
     @property
     def message(self) -> str:
         """What happened, and what to try.

@@ -12,5 +12,6 @@ from taut.compiled.graph import (
     loss as loss,
     matched_loss as matched_loss,
     project as project,
+    unfit as unfit,
 )
 from taut.compiled.memo import Memo as Memo

@@ -20,6 +20,14 @@ from taut.solution import Solution
 from taut.solvers import Newton
 
 SPARSE = "a graph cannot carry a sparse matrix: pass A.to_dense()."
+_OWN = (
+    "the activation {!r} is made of Python functions, which a graph cannot carry: take one of "
+    "taut.activations, or what can be made from them."
+)
+_CURVED = (
+    "h is a Python function, which the solve differentiates. Export the network up to v, and "
+    "project where Python runs."
+)
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -75,18 +83,12 @@ def _start(init: Any) -> Any:
 def _refusal(A: Any, activation: Activation, options: dict[str, Any]) -> str | None:
     """Why this is not for a graph: a sentence, or None where it is."""
     if activation._written is None:
-        return (
-            f"the activation {activation.name!r} is made of Python functions, which a graph cannot "
-            "carry: take one of taut.activations, or what can be made from them."
-        )
+        return _OWN.format(activation.name)
     if not isinstance(options["solver"], Newton):
         return f"a graph can carry taut.Newton, and not {type(options['solver']).__name__}."
     prepared = isinstance(A, Prepared)
     if options["h"] is not None or options["params"] or (prepared and A.h is not None):
-        return (
-            "h is a Python function, which the solve differentiates. Export the network up to v, "
-            "and project where Python runs."
-        )
+        return _CURVED
     if prepared:
         if A.activation is not activation:
             return "this A was prepared for another activation."
@@ -148,6 +150,16 @@ def _posed(
 def settings_of(solver: Newton, fail: bool) -> tuple[Any, ...]:
     """A solver as an op takes it."""
     return solver.tol, solver.max_iterations, _NAMES[solver.dtype], fail
+
+
+def unfit(solution: Solution) -> str | None:
+    """Why the matched loss of a solution made outside of a graph is not for one, or None."""
+    prepared = solution._problem.prepared
+    if prepared.activation._written is None:
+        return _OWN.format(prepared.activation.name)
+    if not isinstance(solution._problem, Linear | Inequalities):
+        return _CURVED
+    return SPARSE if prepared.map.sparse else None
 
 
 def matched_loss(solution: Solution, y: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ def count_equations(h: Callable[..., Any], z: Tensor, params: Sequence[Tensor]) 
         _check_derivatives(h, z[:1], [p[:1] for p in params], value[:1])
     if len(z) > 1:
         turned = _first_call(h, z.flip(0), [p.flip(0) for p in params]).flip(0)
-        _check_alike(turned, value, "in a batch turned round the first one")
+        _check_alike(turned, value, "in the batch turned round")
     return value.shape[-1]
 
 
@@ -110,15 +110,18 @@ def _check_derivatives(
                 "h must be twice differentiable: the solver needs its second derivatives. torch "
                 f"says: {error}"
             ) from error
-    _check_alike(alone.detach(), value, "the first one alone")
+    _check_alike(alone.detach(), value, "alone")
 
 
-def _check_alike(one: Tensor, other: Tensor, what: str) -> None:
+def _check_alike(one: Tensor, other: Tensor, where: str) -> None:
     """Refuse an h whose value for a sample depends on the others."""
     size = _SAME * (1 + other.abs().nan_to_num(0.0, 0.0, 0.0).amax())
     if not torch.allclose(one, other, rtol=0.0, atol=size.item(), equal_nan=True):
+        apart = (one - other).abs().nan_to_num(torch.inf).argmax().item()
+        sample, equation = divmod(int(apart), one.shape[-1])
         raise ValueError(
-            f"h mixes samples: {what} gives {one[0, 0].item():.10g}, in the batch "
-            f"{other[0, 0].item():.10g}. Each row of h(z) may depend on the same row of z and of "
-            "params only, and on nothing random. What has a row for each sample belongs in params."
+            f"h mixes samples: for sample {sample} it gives {one[sample, equation].item():.10g} "
+            f"{where}, and {other[sample, equation].item():.10g} in the batch. Each row of h(z) "
+            "may depend on the same row of z and of params only, and on nothing random. What has a "
+            "row for each sample belongs in params."
         )
