@@ -157,6 +157,17 @@ def test_targets_that_break_the_constraints_are_told_once(way):
             loss(taut.Projection(A, **rows, activation="exp"), y, apply(A, y))
 
 
+def test_samples_have_their_place_in_the_batch():
+    layer = taut.Projection(torch.ones(1, 3), activation="sigmoid", on_failure="return")
+    y, b = torch.full((2, 3, 3), 1 / 3), torch.ones(2, 3, 1)
+    y[1, 1], b[1, 2] = 0.9, 9.0
+    with pytest.warns(taut.FailureWarning) as warned:
+        layer.loss(torch.zeros(2, 3, 3), y, b)
+    said = " ".join(str(x.message) for x in warned)
+    assert "1 of 6 samples were not solved (sample (1, 2))" in said
+    assert "1 of 6 targets do not satisfy the constraints: in sample (1, 1), eq" in said
+
+
 def test_targets_that_contradict_an_infinite_v_are_told():
     v, b = torch.zeros(2, 3), torch.ones(2, 1)
     v[1, 2] = -torch.inf

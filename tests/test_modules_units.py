@@ -3,6 +3,8 @@
 import copy
 import pickle
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch.testing import assert_close
@@ -120,6 +122,10 @@ def test_memory_refuses():
         memory[0:2]
     with pytest.raises(TypeError, match=r"integers.*got \['first'\]"):
         memory[["first"]]
+    with pytest.raises(TypeError, match=r"integers; got torch\.complex"):
+        memory[torch.tensor([1j])]
+    with pytest.raises(TypeError, match=r"got array\(.*Torch says: .* byte order"):
+        memory[np.arange(3).astype(">i8")]
     layer, v, b = layer_of()
     with pytest.raises(ValueError, match=r"index \(2,\) and multipliers \(6, 2\) do not belong"):
         memory.store(torch.arange(2), layer.solve(v, b))
@@ -129,6 +135,16 @@ def test_memory_refuses():
         assert not memory.multipliers.any()
     with pytest.raises(ValueError, match="must not be negative; got -1 samples, 2 constraints"):
         LagrangeMemory(-1, 2)
+
+
+@pytest.mark.usefixtures("as_user")
+def test_memory_takes_indices_of_any_kind():
+    memory = LagrangeMemory(4, 2)
+    memory.multipliers += torch.arange(4.0).unsqueeze(-1)
+    turned = np.array([0, 2, 3])[::-1]
+    for index in (turned, pd.Series([3, 2, 0], index=[7, 5, 6]), [3, 2, 0]):
+        assert memory[index][:, 0].tolist() == [3, 2, 0]
+    assert memory[[]].shape == (0, 2)
 
 
 def test_memory_of_an_empty_batch():

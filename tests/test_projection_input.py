@@ -93,6 +93,7 @@ def test_a_memory_is_no_init():
     raises(match, T(2, 5), T(2, 5), T(2), error=TypeError, init=memory)
     with pytest.raises(TypeError, match=match):
         layer.solve(T(2, 5), T(2), memory)
+    raises(match, T(2, 5), T(2, 5), T(2), error=TypeError, init=memory, h=lambda z: z[:, :1])
 
 
 def test_arrays_of_any_kind_are_numbers():
@@ -109,6 +110,18 @@ def test_arrays_of_any_kind_are_numbers():
             assert torch.equal(taut.project(v, pd.DataFrame(A), b).z, expected)
             turned = pd.DataFrame(b).iloc[:, ::-1]
             assert_close(taut.Projection(A[::-1])(v, turned), expected)
+
+
+class Strange:
+    """An array interface with no more than it must have."""
+
+    @property
+    def __array_interface__(self):
+        return {"shape": (1, 3), "typestr": "<f4", "data": bytes(12), "version": 3}
+
+
+def test_an_odd_array_is_refused_in_words():
+    raises("A must be a tensor, or a list .* got Strange", T(3), Strange(), T(1), error=TypeError)
 
 
 def test_on_failure_has_two_values():

@@ -9,6 +9,7 @@ from scipy.optimize import linprog
 import taut
 from tables import apply, generator
 from taut import project
+from taut.activations import bounded
 
 # many solves: the shapes are checked elsewhere
 pytestmark = pytest.mark.usefixtures("as_user")
@@ -201,3 +202,59 @@ def test_rows_with_one_entry_are_read_as_bounds():
     G = -2 * torch.eye(4)  # z between -0.1 and 0
     said = project(v, A, torch.ones(1), G=G, **caps, on_failure="return").report()
     assert "equation 0 asks for 1; between its bounds it can be between -0.4 and 0 only." in said
+
+
+def report(v, A=None, b=None, **options):
+    """Of one sample, in float64."""
+    v, A, b = (None if x is None else torch.tensor(x, dtype=torch.float64) for x in (v, A, b))
+    for name in ("G", "lower", "upper"):
+        if isinstance(options.get(name), list):
+            options[name] = torch.tensor(options[name], dtype=torch.float64)
+    return project(v, A, b, **options, on_failure="return").report()
+
+
+ZEROS, ONES = [0.0] * 3, [[1.0] * 3]
+
+
+def test_one_row_is_never_several():
+    """However little it asks too much; and with zeros only it can be 0."""
+    said = report(ZEROS, ONES, [3 * (1 + 1e-10)], activation="sigmoid")
+    assert "equation 0 asks for 3.0000000003; with 'sigmoid' it can be between 0 and 3 only" in said
+    said = report(ZEROS, G=[ZEROS], lower=1.0, activation="sigmoid")
+    assert "row 0 of G asks for at least 1; with 'sigmoid' it can be 0 only." in said
+
+
+@pytest.mark.parametrize("G", [[ZEROS], ONES], ids=["zeros", "ones"])
+def test_rows_of_G_are_no_equations(G):
+    said = report(ZEROS, 2 * ONES, [1.0, 2.0], G=G, upper=100.0)
+    assert "equation 1 asks for 2; equation 0 makes it 1." in said
+
+
+def test_numbers_have_the_digits_that_tell_them_apart():
+    said = report(ZEROS, ONES, [3000000.5], activation=bounded(0.0, 1e6))
+    assert "equation 0 asks for 3000000.5; with 'bounded' it can be between 0 and 3000000" in said
+    said = report(ZEROS, G=ONES, lower=2.0, upper=2 - 1e-9)
+    assert "the lower side of row 0 of G, 2, is above its upper one, 1.999999999." in said
+
+
+def test_an_output_that_v_holds_has_no_bound():
+    chain = [[1.0, 1.0, 1.0, 0.0], [0.0, 1.0, 1.0, 1.0]]
+    said = report([-INF, 0.0, 0.0, 0.0], chain, [0.9, 0.1], activation="exp")
+    assert "equation 0, the place of output 0 and the range of 'exp' leave at least 0.9." in said
+    said = report(ZEROS, [[1.0, 1.0, 0.0]], [5.0], lower=[-INF, -INF, 0.2], activation="sigmoid")
+    assert "with 'sigmoid' it can be between 0 and 2 only" in said  # not between its bounds
+
+
+def test_a_proof_with_a_radius_says_so():
+    """z = (−1.5e10, 1.5e10) would do."""
+    said = report([0.0, 0.0], G=[[1.0, 1.0], [1.0, 1 + 1e-10]], lower=[-INF, 1], upper=[0, INF])
+    assert "The proof holds for |z| up to 1.0e+10 only, the radius of is_certificate." in said
+    assert "The proof" not in report(ZEROS, ONES, [4.0], activation="sigmoid")
+
+
+def test_the_proof_beside_h_is_that_of_the_equations():
+    v, A, b = torch.zeros(2, 3), torch.tensor(ONES), torch.tensor([[4.0], [5.0]])
+    found = project(v, A, b, h=lambda z: z[:, :1] - 0.2, activation="sigmoid", on_failure="return")
+    said = found.report()
+    assert said.count("A z = b alone has none: multipliers[…, :1] prove it. In sample 0 eq") == 1
+    assert taut.is_certificate(found.multipliers[:, :1], A, b, "sigmoid").all()

@@ -32,7 +32,7 @@ def as_floating(name: str, x: Any, dtype: torch.dtype | None, device: Any = None
     """
     if not isinstance(x, Tensor):
         try:
-            x = torch.as_tensor(_array(x), dtype=dtype, device=device)
+            x = torch.as_tensor(as_array(x), dtype=dtype, device=device)
         except (TypeError, ValueError, RuntimeError) as error:
             got = f"{x!r}" if isinstance(x, str) else f"{type(x).__name__}: {error}"
             more = " An activation goes by its name: activation=…." if isinstance(x, str) else ""
@@ -48,14 +48,16 @@ def as_floating(name: str, x: Any, dtype: torch.dtype | None, device: Any = None
     return x.to(dtype or torch.get_default_dtype())
 
 
-def _array(x: Any) -> Any:
+def as_array(x: Any) -> Any:
     """A table of pandas as an array; and one that torch cannot share memory with, copied."""
     if hasattr(x, "to_numpy"):
         x = x.to_numpy()
     shared = getattr(x, "__array_interface__", None)
-    if shared is None or not (shared["data"][1] or min(shared["strides"] or (0,)) < 0):
+    if not isinstance(shared, dict) or not hasattr(x, "copy"):
         return x
-    return x.copy()
+    memory = shared.get("data")
+    read_only = isinstance(memory, tuple) and memory[1]
+    return x.copy() if read_only or min(shared.get("strides") or (0,)) < 0 else x
 
 
 def check_matrix(A: Tensor, b: Tensor | None, name: str = "A") -> None:

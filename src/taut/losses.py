@@ -76,7 +76,7 @@ def matched_loss(
     if not transforming() and (not known or isnan((loss.sum() if loss.ndim else loss).item())):
         check_targets(y, solution.status, problem.prepared.activation)
     if problem.prepared.unsaid and not transforming():
-        look(problem, flat, outcome.status, each)
+        look(problem, flat, solution.status, each)
     return loss
 
 

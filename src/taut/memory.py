@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from taut.accept import as_array
 from taut.solution import Solution
 
 
@@ -190,12 +191,15 @@ class LagrangeMemory:
 
 def _integers(index: Any, device: torch.device) -> Tensor:
     try:
-        index = torch.as_tensor(index, device=device)
-    except (TypeError, ValueError, RuntimeError):
+        index = torch.as_tensor(as_array(index), device=device)
+    except (TypeError, ValueError, RuntimeError) as error:
+        hint = "Those of a slice are torch.arange(start, stop)."
         raise TypeError(
-            f"index must hold integers, the numbers of the samples; got "
-            f"{reprlib.repr(index)}. Those of a slice are torch.arange(start, stop)."
+            f"index must hold integers, the numbers of the samples; got {reprlib.repr(index)}. "
+            f"{hint if isinstance(index, slice) else f'Torch says: {error}'}"
         ) from None
-    if index.is_floating_point() or index.dtype == torch.bool:
+    if not index.numel():
+        return index.long()  # of [] torch makes a floating tensor
+    if index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
         raise TypeError(f"index must hold integers; got {index.dtype}.")
     return index

@@ -175,7 +175,7 @@ _BETWEEN = ("taut", "torch", "jaxtyping")
 def warn(text: str, category: type[Warning] = FailureWarning) -> None:
     """Warn at the user's line: the nearest one that is neither ours nor of what is between."""
     depth, frame = 2, sys._getframe(1)
-    while frame.f_back and frame.f_globals.get("__name__", "").split(".")[0] in _BETWEEN:
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in _BETWEEN:
         depth, frame = depth + 1, frame.f_back
     warnings.warn(text, category, stacklevel=depth)
 

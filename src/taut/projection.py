@@ -206,11 +206,15 @@ def begin(init: Any) -> Any:
     """The multipliers to start A z = b and inequalities from: u follows from them."""
     if isinstance(init, Solution):
         return init.multipliers
-    if isinstance(init, LagrangeMemory):
-        raise TypeError("init must hold the multipliers of these samples: init=memory[index].")
+    _check_no_memory(init)
     if isinstance(init, tuple) and len(init) == 2 and isinstance(init[0], Tensor):
         return init[1]
     return init
+
+
+def _check_no_memory(init: Any) -> None:
+    if isinstance(init, LagrangeMemory):
+        raise TypeError("init must hold the multipliers of these samples: init=memory[index].")
 
 
 def _curved(
@@ -249,6 +253,7 @@ def _curved(
 
 def pair(init: Any) -> Any:
     """Where to start nonlinear equations: a solution is its u and its multipliers."""
+    _check_no_memory(init)
     return (init.u, init.multipliers) if isinstance(init, Solution) else init
 
 

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from taut.certificate import rays
+from taut.certificate import rays, reach_of_proof
 from taut.held import reach
 from taut.maps import DenseMap, LinearMap
 from taut.outcome import Outcome, Remark, Status
@@ -18,8 +18,10 @@ _FEW = 4  # rows that are named
 _CASES = 5  # samples that are spoken of
 _LOOKED_AT = 1000  # samples that failed, for such that are unlike
 _CLEAR = 1e-9  # of what is asked and what is left: so much they must differ to be told
+_BARELY = 2e-15  # the same for one row alone, where there is nothing else to tell
 _ROOM = 2**22  # entries of an A that is taken apart to find equations that contradict
 _WIDE = 1000  # outputs up to which what is left is worked out to the last
+_FAR = 1e12  # of the sides: a z beyond it is not worth a word either
 _FAINT = 1e-9  # of the largest part of a proof: not worth a word
 
 
@@ -33,19 +35,22 @@ def remarks(problem: Problem, outcome: Outcome) -> Remark:
             own = outcome.multipliers[:, : problem.b.shape[-1]]
             alone = remarks(problem.equations(), replace(outcome, multipliers=own))
             (more,) = alone(verdict, torch.tensor([sample], device=own.device))
-            return f" A z = b alone has none.{more}"
+            return more
         if not isinstance(problem, Linear | Inequalities):
             return problem.remark(verdict, sample)
         with torch.no_grad():
             one = problem.take(torch.tensor([sample], device=problem.v.device))
             rows, ν = _Rows.of(one), outcome.multipliers[sample].detach().double()
             if verdict is Status.INCONSISTENT:
-                return _contradiction(rows)
-            return _clash(rows, ν) + _held(one)
+                return _contradiction(rows.only_equations())
+            return _clash(rows, ν) + _held(one) + _as_far_as(rows, ν)
 
     def told(verdict: Status, samples: Tensor) -> dict[str, int]:
         said: dict[str, int] = {}
         clash = verdict in (Status.INFEASIBLE, Status.INCONSISTENT)
+        if isinstance(problem, Nonlinear) and clash:
+            proof = f": multipliers[…, :{problem.b.shape[-1]}] prove it"
+            said[f" A z = b alone has none{proof if verdict is Status.INFEASIBLE else ''}."] = 0
         for sample in _unlike(problem, outcome, samples) if clash else samples[:1].tolist():
             said.setdefault(remark(verdict, sample), sample)
         return said
@@ -57,7 +62,9 @@ def _unlike(problem: Problem, outcome: Outcome, samples: Tensor) -> list[int]:
     """The first of each kind: by the row that is out of reach, or else that weighs most in the
     proof, on which side, and whether outputs are held.
     """
-    samples = samples[:_LOOKED_AT]
+    rows, outputs = problem.prepared.map.shape
+    own = 1 if problem.prepared.map.shared else rows * outputs
+    samples = samples[: max(1, min(_LOOKED_AT, _ROOM // max(own, 1)))]
     ν = outcome.multipliers[samples].detach().nan_to_num()
     if not ν.shape[1]:
         return samples[:1].tolist()
@@ -119,6 +126,12 @@ class _Rows(NamedTuple):
         C = DenseMap(self.C.adjoint(chosen))
         return self._replace(C=C, lower=self.lower[index], upper=self.upper[index])
 
+    def only_equations(self) -> "_Rows":
+        """Without the rows of G."""
+        if self.equations == self.C.shape[0]:
+            return self
+        return self.only(torch.arange(self.equations, device=self.least.device))
+
     def names(self, index: Sequence[int]) -> list[str]:
         """Equations and rows of G, as users count them."""
         own = sorted(i for i in index if i < self.equations)
@@ -147,6 +160,16 @@ def _held(problem: Linear | Inequalities) -> str:
     return f" Proven beside {what}, which {are} held at an end of the range: v is infinite there."
 
 
+def _as_far_as(rows: _Rows, ν: Tensor) -> str:
+    """Of a proof that does not hold for every z."""
+    lower, upper, least, most = rows.lower, rows.upper, rows.least, rows.most
+    radius = reach_of_proof(ν, rows.C, lower, upper, least, most).item()
+    sides = torch.cat([lower, upper]).abs()
+    if not 0 < radius < _FAR * (1 + sides[sides.isfinite()].sum().item()):
+        return ""
+    return f" The proof holds for |z| up to {radius:.1e} only, the radius of is_certificate."
+
+
 def _clash(rows: _Rows, ν: Tensor) -> str:
     """Which rows and bounds leave no room, where few do."""
     here = " In sample {sample}"
@@ -154,37 +177,43 @@ def _clash(rows: _Rows, ν: Tensor) -> str:
     if crossed:
         i = crossed[0]
         (name,) = rows.names([i])
-        low, high = _numbers(rows.lower[i], rows.upper[i])
+        low, high = _written(rows.lower[i], rows.upper[i])
         return f"{here} the lower side of {name}, {low}, is above its upper one, {high}."
     empty = (rows.least > rows.most).nonzero().squeeze(-1).tolist()
     if empty:
-        low, high = _numbers(rows.least[empty[0]], rows.most[empty[0]])
+        low, high = _written(rows.least[empty[0]], rows.most[empty[0]])
         return f"{here} output {empty[0]} would have to be at least {low} and at most {high}."
-    for one in (rows, _with_bounds(rows)):
-        said = _alone(one)
-        if said:
-            return here + said
+    read = _with_bounds(rows)
+    said = _alone(rows, _CLEAR) or _alone(read, _CLEAR)
+    if said:
+        return here + said
     found = _few(rows, ν)
-    if found is None:
-        what = "equation" if rows.equations == rows.C.shape[0] else "row"
-        return f"{here} no {what} alone rules a solution out; together they do."
-    return here + _told(rows, *found)
+    if found is not None:
+        return here + _told(rows, *found)
+    said = _alone(rows, _BARELY) or _alone(read, _BARELY)
+    if said or rows.C.shape[0] == 1:
+        return here + said if said else ""
+    what = "equation" if rows.equations == rows.C.shape[0] else "row"
+    return f"{here} no {what} alone rules a solution out; together they do."
 
 
-def _alone(rows: _Rows) -> str:
+def _alone(rows: _Rows, clear: float) -> str:
     """A row that asks for what no z between its bounds can give, if there is one."""
-    least, most = (x.squeeze(0) for x in _reached(rows))
+    found = reach(rows.C, rows.least.unsqueeze(0), rows.most.unsqueeze(0))
+    empty = rows.C.largest() == 0
+    least, most = ((x.squeeze(0) + 0.0).masked_fill(empty, 0) for x in found[:2])  # no −0
     over, under = rows.lower - most, least - rows.upper
-    beyond = over > _CLEAR * (rows.lower.abs() + most.abs())
-    beyond |= under > _CLEAR * (rows.upper.abs() + least.abs())
-    found = beyond.nonzero().squeeze(-1).tolist()
-    if not found:
+    beyond = over > clear * (rows.lower.abs() + found.most_terms.squeeze(0))
+    beyond |= under > clear * (rows.upper.abs() + found.least_terms.squeeze(0))
+    which = beyond.nonzero().squeeze(-1).tolist()
+    if not which:
         return ""
-    i = found[0]
-    (name,), possible = rows.names([i]), _possible(least[i], most[i])
-    where = "between its bounds" if _bounded(rows) else f"with {rows.activation!r}"
-    asked = _asked(rows, i, 1 if rows.lower[i] > most[i] else -1)
-    return f" {name} {asked}; {where} it can be {possible}."
+    i = which[0]
+    asks, side = _asked(rows, i, 1 if rows.lower[i] > most[i] else -1)
+    asked, low, high = _written(side, least[i], most[i])
+    (name,), possible = rows.names([i]), _possible(low, high)
+    where = "between its bounds" if _bounded(rows, i) else f"with {rows.activation!r}"
+    return f" {name} {asks} {asked}; {where} it can be {possible}."
 
 
 def _with_bounds(rows: _Rows) -> _Rows:
@@ -202,22 +231,18 @@ def _with_bounds(rows: _Rows) -> _Rows:
     return rows if bool((least > most).any()) else rows._replace(least=least, most=most)
 
 
-def _reached(rows: _Rows) -> tuple[Tensor, Tensor]:
-    found = reach(rows.C, rows.least.unsqueeze(0), rows.most.unsqueeze(0))
-    return found.least + 0.0, found.most + 0.0  # no −0
-
-
-def _bounded(rows: _Rows) -> bool:
+def _bounded(rows: _Rows, i: int) -> bool:
+    """Are there bounds on outputs of this row?"""
+    own = rows.only(torch.tensor([i], device=rows.least.device)).C.data.squeeze(0) != 0
     within = (rows.least > rows.floor) | (rows.most < rows.ceiling)
-    return bool((within & ~rows.held).any())
+    return bool((within & own & ~rows.held).any())
 
 
-def _asked(rows: _Rows, i: int, sign: int) -> str:
+def _asked(rows: _Rows, i: int, sign: int) -> tuple[str, Tensor]:
+    """What a row asks for, and the number."""
     if rows.lower[i] == rows.upper[i]:
-        return f"asks for {rows.lower[i].item():.6g}"
-    if sign > 0:
-        return f"asks for at least {rows.lower[i].item():.6g}"
-    return f"asks for at most {rows.upper[i].item():.6g}"
+        return "asks for", rows.lower[i]
+    return ("asks for at least", rows.lower[i]) if sign > 0 else ("asks for at most", rows.upper[i])
 
 
 def _few(rows: _Rows, ν: Tensor) -> tuple[list[int], Tensor] | None:
@@ -262,13 +287,14 @@ def _told(rows: _Rows, index: list[int], ν: Tensor) -> str:
     others = rows.names([i for j, i in enumerate(index) if j != place and ν[j] != 0])
     others += _ends(rows, visible, y > 0)
     (name,) = rows.names([index[place]])
-    asked = _asked(rows, index[place], 1 if positive else -1)
+    asks, side = _asked(rows, index[place], 1 if positive else -1)
     several = len(others) > 1 or " and " in others[0]
     leave = f"leave{'' if several else 's'} at {'most' if positive else 'least'}"
     if not bool(visible.any()) and bool((part.lower == part.upper).all()):
         leave = f"make{'' if several else 's'} it"
-    left = (_left(part, ν.unsqueeze(0), place) * (1 if positive else -1)).item()
-    return f" {name} {asked}; {_joined(others)} {leave} {left + 0.0:.6g}."
+    left = _left(part, ν.unsqueeze(0), place)[0] * (1 if positive else -1)
+    asked, left = _written(side, left)
+    return f" {name} {asks} {asked}; {_joined(others)} {leave} {left}."
 
 
 def _pull(part: _Rows, ν: Tensor) -> tuple[Tensor, Tensor]:
@@ -316,8 +342,9 @@ def _ends(rows: _Rows, visible: Tensor, up: Tensor) -> list[str]:
     """The bounds of outputs, and the range, that a proof stands on."""
     words, bound = [], torch.zeros_like(visible)
     for what, which in (
-        ("upper bound", visible & up & (rows.most < rows.ceiling)),
-        ("lower bound", visible & ~up & (rows.least > rows.floor)),
+        ("upper bound", visible & up & (rows.most < rows.ceiling) & ~rows.held),
+        ("lower bound", visible & ~up & (rows.least > rows.floor) & ~rows.held),
+        ("place", visible & rows.held),
     ):
         bound = bound | which
         outputs = which.nonzero().squeeze(-1).tolist()
@@ -337,8 +364,8 @@ def _contradiction(rows: _Rows) -> str:
     norm = C.norm(dim=-1)
     empty = ((norm == 0) & (b != 0)).nonzero().squeeze(-1).tolist()
     if empty:
-        asked = _asked(rows, empty[0], 1)
-        return f" In sample {{sample}} equation {empty[0]} {asked}; it has zeros only."
+        (asked,) = _written(b[empty[0]])
+        return f" In sample {{sample}} equation {empty[0]} asks for {asked}; it has zeros only."
     norm = norm.where(norm > 0, 1)
     left, values, _ = torch.linalg.svd(C / norm.unsqueeze(-1), full_matrices=False)
     left = left[:, values > 1e-10 * values[:1]]
@@ -350,12 +377,19 @@ def _contradiction(rows: _Rows) -> str:
     return "" if found is None else " In sample {sample}" + _told(free, *found)
 
 
-def _possible(least: Tensor, most: Tensor) -> str:
-    low, high = _numbers(least, most)
-    if not bool(least.isfinite()):
+def _possible(low: str, high: str) -> str:
+    if low == "-inf":
         return f"at most {high}"
-    return f"between {low} and {high} only" if bool(most.isfinite()) else f"at least {low}"
+    if high == "inf":
+        return f"at least {low}"
+    return f"{low} only" if low == high else f"between {low} and {high} only"
 
 
-def _numbers(low: Tensor, high: Tensor) -> tuple[str, str]:
-    return f"{low.item():.6g}", f"{high.item():.6g}"
+def _written(*numbers: Tensor) -> list[str]:
+    """With six digits, or as many as tell them apart."""
+    values, texts = [x.item() + 0.0 for x in numbers], []  # no −0
+    for digits in range(6, 18):
+        texts = [f"{x:.{digits}g}" for x in values]
+        if len(set(texts)) == len(set(values)):
+            break
+    return texts

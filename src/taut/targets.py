@@ -56,9 +56,9 @@ def _look_at_targets(problem: Problem, y: Tensor, status: Tensor | None) -> None
         size = torch.cat([C.abs().apply(terms), terms], -1)
         low, high = torch.cat([lower, least], -1), torch.cat([upper, most], -1)
         side = torch.where(found < low, low, torch.where(found > high, high, found))
-        off = (found - side).abs() > _PLAIN * (size + side.abs())
+        off = (found - side).abs() > _PLAIN * size
         if status is not None:
-            off = off & learnable(status).unsqueeze(-1)
+            off = off & learnable(status).reshape(-1, 1)
     if not bool(off.any()):
         return
     if any(x.requires_grad for x in problem.inputs[1:]):
@@ -70,12 +70,14 @@ def _look_at_targets(problem: Problem, y: Tensor, status: Tensor | None) -> None
     else:
         sample, row = off.nonzero()[0].tolist()
         numbers = found[sample, row].item(), side[sample, row].item()
+        shape = off.shape[:1] if status is None else status.shape
+        name = places(torch.arange(len(y), device=y.device).eq(sample).reshape(shape))
         warn(
-            f"{int(off.any(-1).sum())} of {len(y)} targets do not satisfy the constraints: in "
-            f"sample {sample}, {_said(problem, sample, row, *numbers)}. Their matched loss has no "
-            "lower bound, and training on it may run away. Let targets satisfy the constraints "
-            "(taut.reconcile), or train with another loss, as taut.bregman_loss(solution.u, y, "
-            f"activation).{_ONCE}"
+            f"{int(off.any(-1).sum())} of {len(y)} targets do not satisfy the constraints: "
+            f"{f'in sample {name}' if name else 'here'}, {_said(problem, sample, row, *numbers)}. "
+            "Their matched loss has no lower bound, and training on it may run away. Let targets "
+            "satisfy the constraints (taut.reconcile), or train with another loss, as "
+            f"taut.bregman_loss(solution.u, y, activation).{_ONCE}"
         )
 
 
