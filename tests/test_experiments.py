@@ -11,6 +11,7 @@ import taut
 from tables import SEED
 from taut.experiments.xor.draws import draw_patterns, generator
 from taut.experiments.xor.figures import draw_all
+from taut.experiments.xor.files import whole
 from taut.experiments.xor.folder import Chunk, OtherSettings, open_folder
 from taut.experiments.xor.plain import compare, plain_run
 from taut.experiments.xor.runner import execute, plan
@@ -381,3 +382,18 @@ def test_settings_that_make_no_sense(wrong, message):
 def test_an_unknown_variant():
     with pytest.raises(ValueError, match="unknown variant 'fast'; known: scratch"):
         variant_named("fast")
+
+
+def test_a_write_that_is_stopped_leaves_what_was_there(tmp_path):
+    path = tmp_path / "results.json"
+    for text in ("{}", None):
+        try:
+            with whole(path) as part:
+                part.write_text("half")
+                if text is None:
+                    raise KeyboardInterrupt
+                part.write_text(text)
+        except KeyboardInterrupt:
+            assert text is None
+    assert [x.name for x in tmp_path.iterdir()] == ["results.json"]
+    assert path.read_text() == "{}"

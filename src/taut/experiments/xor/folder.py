@@ -1,7 +1,6 @@
 """The results folder: settings, teacher, finished chunks, one file per variant, results.json."""
 
 import json
-import os
 import platform
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 import taut
+from taut.experiments.xor.files import whole
 from taut.experiments.xor.settings import FREE, VARIANTS, Settings
 from taut.experiments.xor.teacher import Teacher, load_teacher, train_teacher
 from taut.experiments.xor.training import MEASURES, TEST_MEASURES
@@ -212,16 +212,13 @@ def _versions() -> dict[str, str]:
 
 
 def _write_text(path: Path, text: str) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(text + "\n")
-    os.replace(part, path)  # complete or not at all: Ctrl-C may come at any time
+    with whole(path) as part:
+        part.write_text(text + "\n")
 
 
 def _write_arrays(path: Path, arrays: Arrays) -> None:
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
+    with whole(path) as part, part.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
-    os.replace(part, path)
 
 
 def _read_arrays(path: Path) -> Arrays:

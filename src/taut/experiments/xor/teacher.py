@@ -4,7 +4,6 @@ Sec. 4: "10 weights in fc1 (2 units to 5 units), 50 weights in fc2, 40 weights i
 in fc4. Each set of weights in each layer is accompanied by bias weights as well."
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from taut.experiments.xor.draws import draw_patterns, generator, redraw
+from taut.experiments.xor.files import whole
 from taut.experiments.xor.threads import one_thread
 
 _PATTERNS, _BATCH, _LR, _EPOCHS, _ATTEMPTS = 2000, 100, 0.01, 400, 50
@@ -51,9 +51,8 @@ class Teacher:
 
     def save(self, path: Path) -> None:
         """Write the weights and the facts; complete or not at all."""
-        part = path.with_suffix(".part")
-        torch.save({"network": self.network.state_dict(), **self.facts}, part)
-        os.replace(part, path)
+        with whole(path) as part:
+            torch.save({"network": self.network.state_dict(), **self.facts}, part)
 
 
 def new_network() -> nn.Sequential:
