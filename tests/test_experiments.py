@@ -1,6 +1,9 @@
 """The XOR experiment: small versions of everything that `taut xor` runs."""
 
 import json
+import os
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -382,6 +385,43 @@ def test_settings_that_make_no_sense(wrong, message):
 def test_an_unknown_variant():
     with pytest.raises(ValueError, match="unknown variant 'fast'; known: scratch"):
         variant_named("fast")
+
+
+@pytest.mark.parametrize("step", range(1, 8))
+def test_it_may_be_stopped_at_any_step_of_saving(settings, tmp_path, monkeypatch, step):
+    """Three chunks, the file of the variant, and three chunks that are not needed any more."""
+    folder = open_folder(tmp_path / "out", settings)
+    chunks = plan(folder, [VARIANTS["history"]], workers=3)
+    steps, replace, unlink = [], os.replace, Path.unlink
+
+    def counted(*given, go_on, **options):
+        steps.append(given[0])
+        if len(steps) == step:
+            raise KeyboardInterrupt
+        return go_on(*given, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", partial(counted, go_on=replace))
+        patch.setattr(
+            Path,
+            "unlink",
+            lambda path, **options: (
+                unlink(path, **options)
+                if options
+                else counted(path, go_on=unlink)  # of a file that is no part
+            ),
+        )
+        with pytest.raises(KeyboardInterrupt):
+            execute(folder, chunks, 1, "cpu", lambda n: None)
+    assert not list(folder.path.rglob("*.part"))
+    again = open_folder(tmp_path / "out", settings)
+    again.tidy(["history"])
+    execute(again, plan(again, [VARIANTS["history"]], 1), 1, "cpu", lambda n: None)
+    assert again.is_complete("history") and not (again.path / "chunks").exists()
+    assert again.load("history")["loss"].shape == (3, 3)
+    assert again.read_results() is None
+    results = again.write_results({})
+    assert again.read_results() == json.loads(json.dumps(results))
 
 
 def test_a_write_that_is_stopped_leaves_what_was_there(tmp_path):

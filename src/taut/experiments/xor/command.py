@@ -121,6 +121,7 @@ def _experiment(
     # On another device one process feeds it; more would only compete.
     workers = (threads or os.cpu_count() or 1) if device == "cpu" else 1
     teacher = _teacher(folder, console)
+    folder.tidy([*names, FREE.name])
     chunks = plan(folder, [*(VARIANTS[name] for name in names), FREE], workers)
     if chunks:
         kept = folder.finished_runs([*names, FREE.name])
@@ -130,6 +131,10 @@ def _experiment(
             work = sum(len(chunk.runs) for chunk in chunks) * folder.settings.epochs
             bar = progress.add_task("epochs of runs", total=work)
             execute(folder, chunks, workers, device, lambda n: progress.advance(bar, n))
+    else:
+        console.print(f"All runs are in {folder.path} already.")
+    results = None if chunks else folder.read_results()
+    if results is None:
         facts = {
             "device": device,
             "threads": workers,
@@ -137,9 +142,6 @@ def _experiment(
             "teacher": teacher.facts,
         }
         results = folder.write_results(facts)
-    else:
-        console.print(f"All runs are in {folder.path} already.")
-        results = folder.read_results()
     figures = draw_all(results, folder.path, count)
     console.print(summary_table(results))
     console.print(f"Wrote {folder.path}: results.json, {', '.join(path.name for path in figures)}")

@@ -103,23 +103,34 @@ class Folder:
 
     def _merge(self, variant: str) -> None:
         chunks = sorted(self._finished(variant), key=lambda chunk: chunk.first)
-        parts = [_read_arrays(self._chunks / chunk.filename) for chunk in chunks]
-        names = (*MEASURES, *TEST_MEASURES)
-        _write_arrays(
-            self.path / f"{variant}.npz", {n: np.concatenate([p[n] for p in parts]) for n in names}
-        )
+        if not self.is_complete(variant):
+            parts = [_read_arrays(self._chunks / chunk.filename) for chunk in chunks]
+            names = (*MEASURES, *TEST_MEASURES)
+            together = {n: np.concatenate([p[n] for p in parts]) for n in names}
+            _write_arrays(self.path / f"{variant}.npz", together)
         for chunk in chunks:
             (self._chunks / chunk.filename).unlink()
-        if not any(self._chunks.iterdir()):
+        if self._chunks.exists() and not any(self._chunks.iterdir()):
             self._chunks.rmdir()
+
+    def tidy(self, variants: list[str]) -> None:
+        """Finish what an interruption has left between a variant's last chunk and its file."""
+        for variant in variants:
+            if not self.missing(variant, 1):
+                self._merge(variant)
 
     def load(self, variant: str) -> Arrays:
         """MEASURES as (runs, epochs) and TEST_MEASURES as (runs,)."""
         return _read_arrays(self.path / f"{variant}.npz")
 
-    def read_results(self) -> dict[str, Any]:
-        """results.json as it is."""
-        return json.loads((self.path / "results.json").read_text())
+    def read_results(self) -> dict[str, Any] | None:
+        """results.json as it is, if it has all variants that are complete."""
+        path = self.path / "results.json"
+        found = json.loads(path.read_text()) if path.exists() else {"variants": {}}
+        names = [name for name in VARIANTS if self.is_complete(name)]
+        compared = all("without_constraints" in x["test"] for x in found["variants"].values())
+        known = list(found["variants"]) == names and (compared or not self.is_complete(FREE.name))
+        return found if known and path.exists() else None
 
     def write_results(self, facts: dict[str, Any]) -> dict[str, Any]:
         """results.json from the complete variants; `facts` are added to its settings."""
