@@ -66,6 +66,14 @@ def test_take_selects_samples():
         assert_close(A.take(index).gram(z[index]), A.gram(z)[index])
 
 
+def test_highest_is_over_the_outputs_of_each_equation():
+    A, u = torch.tensor([[1.0, 0.0, -2.0], [0.0, 3.0, 0.0], [0.0] * 3]), torch.randn(4, 3)
+    expected = torch.stack([u[:, ::2].amax(-1), u[:, 1], torch.full((4,), -torch.inf)], -1)
+    for held in (DenseMap(A), BatchedMap(A.expand(4, 3, 3)), sparse_map(A.to_sparse())):
+        assert torch.equal(held.highest(u), expected)
+    assert torch.equal(sparse_map(A).highest(u), expected)  # with zeros among its entries
+
+
 def test_as_map_looks_at_the_dimensions():
     assert isinstance(as_map(torch.ones(2, 3)), DenseMap)
     assert isinstance(as_map(torch.ones(4, 2, 3)), BatchedMap)

@@ -92,6 +92,10 @@ class LinearMap(ABC):
         """max|a| of each equation."""
 
     @abstractmethod
+    def highest(self, u: Float[Tensor, "n K"]) -> Float[Tensor, "n I"]:
+        """The largest u of the outputs in each equation."""
+
+    @abstractmethod
     def joined(self, data: Tensor, dim: int | None, size: int, n: int) -> "LinearMap":
         """The map of `size` batches of n samples as one batch; vmap has mapped `dim` of `data`."""
 

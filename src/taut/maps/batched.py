@@ -51,6 +51,9 @@ class BatchedMap(LinearMap):
     def largest(self) -> Float[Tensor, "*batch I"]:
         return torch.linalg.vector_norm(self.data, torch.inf, dim=-1)
 
+    def highest(self, u: Float[Tensor, "n K"]) -> Float[Tensor, "n I"]:
+        return u.unsqueeze(-2).masked_fill(self.data == 0, -torch.inf).amax(-1)
+
     def joined(self, data: Tensor, dim: int | None, size: int, n: int) -> "BatchedMap":
         return BatchedMap(lead(data, dim, size).flatten(0, 1))
 

@@ -109,6 +109,10 @@ class DenseMap(LinearMap):
     def _largest(self) -> Tensor:
         return self._absolute.data.amax(-1)
 
+    def highest(self, u: Float[Tensor, "n K"]) -> Float[Tensor, "n I"]:
+        absent = self.data == 0
+        return torch.stack([u.masked_fill(a, -torch.inf).amax(-1) for a in absent.unbind()], -1)
+
     def joined(self, data: Tensor, dim: int | None, size: int, n: int) -> LinearMap:
         if dim is None:
             return DenseMap(data)

@@ -187,6 +187,12 @@ class SparseMap(LinearMap):
         zeros = self.data.new_zeros(self.shape[0])
         return zeros.scatter_reduce(0, self.pattern.rows, self.data.abs(), "amax")
 
+    def highest(self, u: Float[Tensor, "n K"]) -> Float[Tensor, "n I"]:
+        found = u.new_full((len(u), self.shape[0]), -torch.inf)
+        rows = self.pattern.rows.expand(len(u), -1)
+        u = u[:, self.pattern.columns].masked_fill(self.data == 0, -torch.inf)
+        return found.scatter_reduce(1, rows, u, "amax")
+
     def joined(self, data: Tensor, dim: int | None, size: int, n: int) -> "SparseMap":
         if dim is not None:
             raise NotImplementedError(

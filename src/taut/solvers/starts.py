@@ -46,14 +46,13 @@ def _lift(search: Search, state: State) -> None:
         index = deep.any(-1).nonzero().squeeze(-1)
         if len(index) == 0:
             return
-        part, rows = search.take(index), deep[index].to(task.v.dtype)
+        part, rows = search.take(index), deep[index]
         A, ones = part.task.A, torch.ones_like(part.task.v)
         multipliers, u = state.multipliers[index], state.u[index]
-        multipliers = multipliers + part.direction(ones, rows * A.apply(u))
+        multipliers = multipliers + part.direction(ones, torch.where(rows, A.apply(u), 0))
         u = part.task.basis.map.shifted_adjoint(part.task.v, multipliers)
-        near = A.abs().adjoint(rows) > 0
-        top = u.masked_fill(~near, -torch.inf).amax(-1, keepdim=True)
-        multipliers = multipliers + part.direction(ones, rows * A.apply(near * top))
+        top = torch.where(rows, A.highest(u) * A.apply(ones), 0)
+        multipliers = multipliers + part.direction(ones, top)
         lifted = part.state(multipliers)
         lost = _lost(part, lifted).unsqueeze(-1)
         state.write(index, part.state(multipliers.masked_fill(lost, 0)) if lost.any() else lifted)
