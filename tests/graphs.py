@@ -14,7 +14,7 @@ import taut
 from tables import SOLVERS, K, apply, patchy, problem
 from taut import LagrangeMemory, Projection, Status, project
 from taut.activations import ACTIVATIONS, bounded, sigmoid
-from test_compiled import Network, assert_same, each_kind, given
+from test_compiled import CONSTANT, Network, assert_same, each_kind, given
 
 
 def compiled(function, fullgraph=True, **options):
@@ -305,6 +305,20 @@ def test_an_exported_model_by_aot_inductor(tmp_path):
 
 
 # The document
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch of itself
+def test_the_newer_onnx_is_refused():
+    """Also where its strict way of tracing, which reads the code, would go on."""
+    pytest.importorskip("onnxscript")
+    layer = Projection(torch.ones(1, K), activation="sigmoid")
+    for model, inputs in (
+        (Network("linear").eval(), (torch.randn(4, 3),)),
+        (layer.eval(), (torch.randn(4, K), torch.ones(4, 1))),
+    ):
+        with pytest.raises(Exception, match=CONSTANT):
+            torch.onnx.export(model, inputs, dynamo=True)
 
 
 @pytest.mark.slow

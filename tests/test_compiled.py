@@ -278,13 +278,6 @@ def test_onnx_and_traces_are_refused():
             torch.onnx.export(model, (x,), io.BytesIO(), dynamo=False)
 
 
-@pytest.mark.slow
-def test_the_newer_onnx_is_refused():
-    pytest.importorskip("onnxscript")
-    with pytest.raises(Exception, match=CONSTANT):
-        torch.onnx.export(Network("linear").eval(), (torch.randn(4, 3),), dynamo=True)
-
-
 # The memo
 
 

@@ -29,13 +29,27 @@ recording: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tr
 
 def check_recorded() -> None:
     """Refuse torch.onnx and torch.jit.trace: they would keep the numbers of one solve."""
-    if torch.jit.is_tracing() or torch.onnx.is_in_onnx_export():
-        raise NotImplementedError(
+    if torch.jit.is_tracing() or _in_onnx():
+        _refuse(
             "torch.onnx and torch.jit.trace cannot follow a solve, and would write the z of this "
             "one input into the file as a constant. Use torch.export.export and torch.export.save, "
             "and `import taut` where the file is loaded; or export the network without its "
             "Projection, and call taut.project on its output."
         )
+
+
+def _in_onnx() -> bool:
+    return torch.onnx.is_in_onnx_export()
+
+
+def _refuse(sentence: str) -> None:
+    raise NotImplementedError(sentence)
+
+
+# As by torch.compiler.assume_constant_result, which would load the whole compiler: called while
+# a graph is made, not read. Of an error it reads a compiler says that there is one, and no more.
+for _called in (_in_onnx, _refuse):
+    vars(_called)["_dynamo_marked_constant"] = True
 
 
 def is_transformed(x: Any) -> bool:
@@ -197,15 +211,6 @@ def exporting() -> bool:
     from torch.export import _trace  # torch 2.6 has no public name for it, nor loads this of itself
 
     return _trace._EXPORT_FLAGS is not None
-
-
-def _refuse(sentence: str) -> None:
-    raise NotImplementedError(sentence)
-
-
-# As by torch.compiler.assume_constant_result, which would load the whole compiler: called while
-# a graph is made, not read, as all that a compiler says of an error it reads is that there is one.
-vars(_refuse)["_dynamo_marked_constant"] = True
 
 
 def uncompiled(function: Callable[..., Any], reason: str) -> Callable[..., Any]:

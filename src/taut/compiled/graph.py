@@ -15,7 +15,7 @@ from taut.maps import LinearMap, stacked
 from taut.outcome import Outcome
 from taut.pose import fitted, fitted_sides
 from taut.prepare import Prepared, Unprepared
-from taut.problems import Inequalities, Linear
+from taut.problems import Inequalities, Linear, Nonlinear
 from taut.solution import Solution
 from taut.solvers import Newton
 
@@ -157,7 +157,7 @@ def unfit(solution: Solution) -> str | None:
     prepared = solution._problem.prepared
     if prepared.activation._written is None:
         return _OWN.format(prepared.activation.name)
-    if not isinstance(solution._problem, Linear | Inequalities):
+    if isinstance(solution._problem, Nonlinear):
         return _CURVED
     return SPARSE if prepared.map.sparse else None
 
