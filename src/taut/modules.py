@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from taut import compiled
 from taut.accept import Numbers, as_floating, check_h, check_matrix
 from taut.activations import Activation, resolve
-from taut.autograd import check_recorded, recording, transforming, uncompiled, unseen
+from taut.autograd import (
+    check_recorded,
+    followed,
+    recording,
+    transforming,
+    uncompiled,
+    unseen,
+)
 from taut.losses import Reduction, matched_loss, reduced
 from taut.maps import as_map
 from taut.memory import LagrangeMemory
@@ -202,6 +209,10 @@ class Projection(nn.Module):
         known = memory is None or isinstance(memory, LagrangeMemory)
         if not known or (memory is None) != (index is None):
             raise _not_a_memory(memory, index)
+        if self._sparse and followed():
+            sides = {"lower": lower, "upper": upper, "params": params, "reduction": reduction}
+            loss = uncompiled(self.loss, compiled.SPARSE)
+            return loss(v, y, b, memory=memory, index=index, **sides)
         own = self._buffers
         free = own.get("G", own) is own.get("lower", own) is own.get("upper", own) is None
         if free and lower is None and upper is None and self.h is None and not params:
@@ -212,7 +223,7 @@ class Projection(nn.Module):
             if found is not None:
                 return found
         init = None if memory is None or index is None else self._recalled(v, memory, index)
-        if torch.compiler.is_compiling() and not self._sparse:
+        if torch.compiler.is_compiling():
             options = self._options(init, lower, upper, params)
             found = compiled.loss(v, self.A, self.b if b is None else b, y, options)
             if found is not None:
