@@ -5,11 +5,13 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from taut.solvers import base
+from taut.solvers.base import relative
 from taut.solvers.step import Search, State
 
 _VANISHED = 1e-30  # a slope that is as good as none
 _UNSOLVED = 1e-2  # of b: a residual that is far from solved
 _LIFTS = 4  # at most: rows may share outputs
+_HIGH = 1e3  # of b: from there on the way down is longer than the way up
 
 
 def first_state(search: Search, start: Tensor) -> State:
@@ -29,33 +31,40 @@ def _lost(search: Search, state: State) -> Bool[Tensor, "n"]:
 
 
 def _lift(search: Search, state: State) -> None:
-    """Begin near 0 with the u of rows whose outputs have all vanished, as those of exp at −1e9.
+    """Begin near 0 with the u of sums whose outputs have all vanished, as those of exp at −1e9.
 
-    Such rows tell a step nothing. Their A u is made 0 by the least λ, and then their largest u.
+    Such rows tell a step nothing. Their A u is made 0 by the least λ, and then their largest u;
+    where that leaves other rows worse off, they stay as they were. Not of rows whose entries
+    differ: which of their outputs comes up first then depends on λ.
     """
     task = search.task
     lower, upper = task.activation.range.bounds(task.v)
     open = (lower.isinf() | upper.isinf()).expand_as(task.v)
-    size = task.A.abs()
+    size, ones = task.A.abs(), torch.ones_like(task.v)
     for _ in range(_LIFTS):
         w = task.activation.slope(state.u)
         if base.on_host(w) and not bool(((w <= _VANISHED) & open).any()):
             return
+        total, sizes = task.A.apply(ones), size.apply(ones)
+        count = task.A.over((task.A.data != 0).to(w.dtype)).apply(ones)
         deep = size.apply(w) < _VANISHED * size.apply(open.to(w.dtype))
         deep &= state.residual.abs() > _UNSOLVED * search.size_of_b
+        deep &= total.abs() >= (1 - 1e-12) * count * task.A.largest()
         index = deep.any(-1).nonzero().squeeze(-1)
         if len(index) == 0:
             return
-        part, rows = search.take(index), deep[index]
-        A, ones = part.task.A, torch.ones_like(part.task.v)
-        multipliers, u = state.multipliers[index], state.u[index]
-        multipliers = multipliers + part.direction(ones, torch.where(rows, A.apply(u), 0))
+        part, at, rows, even = search.take(index), state.take(index), deep[index], ones[index]
+        A, scale = part.task.A, sizes[index] + part.size_of_b
+        multipliers = at.multipliers + part.direction(even, torch.where(rows, A.apply(at.u), 0))
         u = part.task.basis.map.shifted_adjoint(part.task.v, multipliers)
-        top = torch.where(rows, A.highest(u) * A.apply(ones), 0)
-        multipliers = multipliers + part.direction(ones, top)
-        lifted = part.state(multipliers)
-        lost = _lost(part, lifted).unsqueeze(-1)
-        state.write(index, part.state(multipliers.masked_fill(lost, 0)) if lost.any() else lifted)
+        top = torch.where(rows, A.highest(u) * total[index], 0)
+        lifted = part.state(multipliers + part.direction(even, top))
+        before, after = (relative(x.residual, scale) for x in (at, lifted))
+        high = rows & (lifted.residual.abs() > _HIGH * part.size_of_b)
+        better = ((after <= before.clamp_min(1)) & ~high.any(-1)).nonzero().squeeze(-1)
+        if len(better) == 0:
+            return
+        state.write(index[better], lifted.take(better))
 
 
 def _lower(search: Search, state: State) -> State:

@@ -10,6 +10,7 @@
 #define VANISHED 1e-30 /* a slope */
 #define UNSOLVED 1e-2  /* of b: such a residual is far from solved */
 #define LIFTS 4        /* at most: rows may share outputs */
+#define HIGH 1e3       /* of b: from there on the way down is longer than the way up */
 
 INLINE lanes dot(const Plan *p, const lanes *x, const lanes *y) {
     lanes sum = all(0.0);
@@ -122,47 +123,74 @@ PART void lower(const Plan *p, const Solve *s, Work *x, mask lost) {
     evaluate(p, s, x);
 }
 
-/* Rows whose outputs have all vanished, as those of exp do at −1e9, begin with u near 0: _lift of
- * solvers/starts.py. */
+/* Σ a of a row */
+INLINE double total(const Plan *p, int64_t i) {
+    double sum = 0.0;
+    for (int64_t k = 0; k < p->given; k++) sum += p->a[i * p->outputs + k];
+    return sum;
+}
+
+/* Are all its entries the same? */
+INLINE int is_sum(const Plan *p, int64_t i) {
+    int64_t count = 0;
+    for (int64_t k = 0; k < p->given; k++) count += p->a[i * p->outputs + k] != 0.0;
+    return fabs(total(p, i)) >= (1.0 - 1e-12) * count * p->largest[i];
+}
+
+/* A residual over Σ|a| + |b| */
+INLINE lanes off(const Plan *p, const Work *x, int64_t i) {
+    return absolute(x->residual[i]) / at_least(p->sizes[i] + absolute(x->b[i]), all(0x1p-1022));
+}
+
+/* Sums of outputs that have all vanished, as those of exp do at −1e9, begin with u near 0:
+ * _lift of solvers/starts.py. */
 PART void lift(const Plan *p, const Solve *s, Work *x, mask which) {
     lanes terms[TILE], least = x->w[0];
     for (int64_t k = 1; k < p->given; k++) least = at_most(least, x->w[k]);
-    which &= (least <= VANISHED);
+    which &= least <= VANISHED;
     if (!any(which)) return;
     for (int time = 0; time < LIFTS; time++) {
         mask sunk = which & ~which;
+        lanes before = all(1.0), after = all(0.0);
         for (int64_t i = 0; i < p->kept; i++) {
             if (i % TILE == 0) apply(p, x->w, i, 0, terms);
+            before = larger(before, off(p, x, i));
             mask deep = which & (terms[i % TILE] <= VANISHED * p->sizes[i]);
             deep &= absolute(x->residual[i]) > UNSOLVED * absolute(x->b[i]);
             if (p->least[i] > -INFINITY && p->most[i] < INFINITY) deep &= ~deep;
+            if (!is_sum(p, i)) deep &= ~deep;
             x->step[i] = within(deep, all(1.0));
+            x->diagonal[i] = x->multipliers[i];
             sunk |= deep;
         }
         if (!any(sunk)) return;
         for (int to_top = 0; to_top < 2; to_top++) {
             for (int64_t i = 0; i < p->kept; i++) {
                 const double *a = p->a + i * p->outputs;
-                lanes top = all(-INFINITY), sum = all(0.0), ones = all(0.0);
+                lanes top = all(-INFINITY), sum = all(0.0);
                 for (int64_t k = 0; k < p->given; k++) {
                     if (a[k] == 0.0) continue;
                     sum += a[k] * x->u[k];
-                    ones += a[k];
                     top = larger(top, x->u[k]);
                 }
-                x->trial[i] = within(x->step[i] > 0.0, to_top ? -top * ones : -sum);
+                x->trial[i] = within(x->step[i] > 0.0, to_top ? -top * total(p, i) : -sum);
             }
             multiply(p, p->flat, x->trial, x->y);
             for (int64_t i = 0; i < p->kept; i++) x->multipliers[i] += within(sunk, x->trial[i]);
             predict(p, x);
         }
         evaluate(p, s, x);
-        sunk &= is_lost(p, s, x);
-        if (!any(sunk)) continue;
+        mask high = sunk & ~sunk;
+        for (int64_t i = 0; i < p->kept; i++) {
+            after = larger(after, off(p, x, i));
+            high |= (x->step[i] > 0.0) & (absolute(x->residual[i]) > HIGH * absolute(x->b[i]));
+        }
+        mask worse = sunk & (high | ~(after <= before));
+        if (!any(worse)) continue;
         for (int64_t i = 0; i < p->kept; i++)
-            x->multipliers[i] = within(~sunk, x->multipliers[i]);
+            x->multipliers[i] = choose(worse, x->diagonal[i], x->multipliers[i]);
         evaluate(p, s, x);
-        which &= ~sunk;
+        which &= ~worse;
     }
 }
 
