@@ -304,7 +304,7 @@ def test_an_exported_model_by_aot_inductor(tmp_path):
         assert_close(aoti_load_package(file)(x), model(x), rtol=0, atol=1e-14)
 
 
-# The document
+# torch.onnx
 
 
 @pytest.mark.slow
@@ -319,6 +319,9 @@ def test_the_newer_onnx_is_refused():
     ):
         with pytest.raises(Exception, match=CONSTANT):
             torch.onnx.export(model, inputs, dynamo=True)
+
+
+# The document
 
 
 @pytest.mark.slow

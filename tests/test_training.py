@@ -339,15 +339,17 @@ def test_refusals():
     assert torch.equal(memory.multipliers, before)
 
 
-@pytest.mark.parametrize("worst", [torch.nan, -0.1, 1.5], ids=str)
-def test_a_target_outside_the_range_leaves_the_memory_alone(worst):
+@pytest.mark.parametrize(
+    ("worst", "said"),
+    [(torch.nan, "be numbers; got nan in"), (-0.1, "lie in .* in"), (1.5, "lie in .* in")],
+    ids=str,
+)
+def test_a_target_outside_the_range_leaves_the_memory_alone(worst, said):
     step = Step(n=6)
     before, step.y = step.memories[0].multipliers.clone(), step.y.clone()
     step.y[2, 1] = worst
     for reduction in ("mean", "none"):
-        with pytest.raises(
-            ValueError, match=r"targets must (lie in|be numbers; got nan).* in sample 2"
-        ):
+        with pytest.raises(ValueError, match=f"targets must {said} ?sample 2"):
             step.at_once(step.v, reduction)
     assert torch.equal(step.memories[0].multipliers, before)
 

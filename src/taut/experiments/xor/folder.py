@@ -126,11 +126,13 @@ class Folder:
     def read_results(self) -> dict[str, Any] | None:
         """results.json as it is, if it has all variants that are complete."""
         path = self.path / "results.json"
-        found = json.loads(path.read_text()) if path.exists() else {"variants": {}}
+        if not path.exists():
+            return None
+        found = json.loads(path.read_text())
         names = [name for name in VARIANTS if self.is_complete(name)]
         compared = all("without_constraints" in x["test"] for x in found["variants"].values())
-        known = list(found["variants"]) == names and (compared or not self.is_complete(FREE.name))
-        return found if known and path.exists() else None
+        current = list(found["variants"]) == names and (compared or not self.is_complete(FREE.name))
+        return found if current else None
 
     def write_results(self, facts: dict[str, Any]) -> dict[str, Any]:
         """results.json from the complete variants; `facts` are added to its settings."""
