@@ -7,3 +7,4 @@ from taut.analysis.examine import (
     glance as glance,
     unexamined as unexamined,
 )
+from taut.analysis.pivoted import pivoted as pivoted, uneven as uneven

@@ -160,17 +160,17 @@ class Reduced(Basis):
         return self.out
 
     def enter(self, A: LinearMap, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        return _times(self.fold.mT, multipliers)
+        return times(self.fold.mT, multipliers)
 
     def project(self, x: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         # Not by one matrix: however `dual` is rounded, x moves along N only, and so moves no u.
-        return x - _times(self.null.mT, _times(self.dual, x))
+        return x - times(self.null.mT, times(self.dual, x))
 
     def inward(self, x: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        return _times(self._inverse, x)
+        return times(self._inverse, x)
 
     def outward(self, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        return _times(self._inverse.mT, multipliers)
+        return times(self._inverse.mT, multipliers)
 
     @cached_property
     def _inverse(self) -> Float[Tensor, "*n I I"]:
@@ -189,12 +189,12 @@ class Reduced(Basis):
         return inverse.masked_fill(self.out.unsqueeze(-1), 0)
 
     def folded(self, scale: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        return _times(self.fold.abs(), scale)
+        return times(self.fold.abs(), scale)
 
     def contradictory(
         self, b: Float[Tensor, "n I"], scale: Float[Tensor, "n I"], eps: float
     ) -> Bool[Tensor, "n"]:
-        gap, size = _times(self.null, b).abs(), _times(self.null.abs(), scale)
+        gap, size = times(self.null, b).abs(), times(self.null.abs(), scale)
         return (gap > eps**0.5 * size).any(-1)
 
     def disagreement(
@@ -208,9 +208,9 @@ class Reduced(Basis):
         diagonal.masked_fill_(diagonal == 0, 1)
         ratio = diagonal.rsqrt()
         gram = gram * ratio.unsqueeze(-1) * ratio.unsqueeze(-2)
-        rhs = (ratio * _times(self.null, residual)).unsqueeze(-1)
+        rhs = (ratio * times(self.null, residual)).unsqueeze(-1)
         parts = torch.linalg.solve_ex(gram, rhs).result.squeeze(-1)
-        return size * _times(wide.mT, ratio * parts)
+        return size * times(wide.mT, ratio * parts)
 
     def take(self, index: Int[Tensor, "n"]) -> "Reduced":
         if self.condition.ndim == 0:
@@ -245,17 +245,17 @@ class Orthonormal(Reduced):
         return self.out if bool(self.out.any()) else None
 
     def restrict(self, residual: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        return _times(self.transform, residual)
+        return times(self.transform, residual)
 
     def restricted_size(self, size: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        return _times(self.transform.abs(), size)
+        return times(self.transform.abs(), size)
 
     def enter(self, A: LinearMap, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        folded = _times(self.fold.mT, multipliers)
+        folded = times(self.fold.mT, multipliers)
         return torch.where(self.own.unsqueeze(-1), folded, self.map.apply(A.adjoint(multipliers)))
 
     def leave(self, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        return _times(self.transform.mT, multipliers)
+        return times(self.transform.mT, multipliers)
 
 
 @final
@@ -323,7 +323,8 @@ class Scaled(Basis):
         return Scaled(self.of.to(dtype), self.scale.to(dtype))
 
 
-def _times(matrix: Float[Tensor, "*n m I"], x: Float[Tensor, "n I"]) -> Float[Tensor, "n m"]:
+def times(matrix: Float[Tensor, "*n m I"], x: Float[Tensor, "n I"]) -> Float[Tensor, "n m"]:
+    """Matrix times x for each sample, with one matrix or one a sample."""
     if matrix.ndim == 2:
         return x @ matrix.mT
     return (matrix @ x.unsqueeze(-1)).squeeze(-1)

@@ -8,13 +8,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from taut.analysis import pivoted, uneven
 from taut.backends import Rules
 from taut.outcome import Outcome, Status
 from taut.problems import Inequalities, Linear, Nonlinear, Problem
 from taut.solvers import base
 from taut.solvers.anneal import anneal
 from taut.solvers.around import by_backend, held_outputs, portions, whole, without
-from taut.solvers.base import Solver, enter, leave, places
+from taut.solvers.base import Solver, Task, enter, leave, places
 from taut.solvers.bounds import inequalities
 from taut.solvers.cold import warmed
 from taut.solvers.sequential import sequential
@@ -132,7 +133,7 @@ def _equations(problem: Linear, rules: Rules) -> Outcome:
         found = found.take((~solved).nonzero().squeeze(-1))
     for part in portions(problem, found) if len(found.index) else ():
         task, start = without(problem, part, rules)
-        solved = _iterate(Search.of(task, rules, problem.v.dtype), start)
+        solved = _by_basis(task, rules, problem.v.dtype, start)
         samples, decided = whole(problem, part, rules, task, solved)
         index = decided.nonzero().squeeze(-1)
         outcome = outcome.write(part.index[index], samples.take(index))
@@ -146,7 +147,7 @@ def _plainly(problem: Linear, rules: Rules) -> Outcome:
     task, start, finite = enter(problem, rules.dtype or dtype)
     if len(start) == 0:
         return Outcome.open(problem.v, start.shape[-1])
-    return leave(problem, task, finite, _iterate(Search.of(task, rules, dtype), start))
+    return leave(problem, task, finite, _by_basis(task, rules, dtype, start))
 
 
 def _inequalities(problem: Inequalities, rules: Rules) -> Outcome:
@@ -162,6 +163,24 @@ _METHODS: dict[type[Problem], Any] = {
     Inequalities: _inequalities,
     Nonlinear: _nonlinear,
 }
+
+
+def _by_basis(
+    task: Task, rules: Rules, dtype: torch.dtype, start: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`_iterate`, in a basis of their own for samples that leave out other equations."""
+    apart = uneven(task.basis, task.b)
+    if apart is None:
+        return _iterate(Search.of(task, rules, dtype), start)
+    index, rest = apart.nonzero().squeeze(-1), (~apart).nonzero().squeeze(-1)
+    own = task.take(index)
+    own = replace(own, basis=pivoted(own.basis, own.A, own.b))
+    found = _iterate(Search.of(own, rules, dtype), start[index])
+    if not len(rest):
+        return found
+    others = _iterate(Search.of(task.take(rest), rules, dtype), start[rest])
+    back = torch.cat([rest, index]).argsort()
+    return tuple(torch.cat(pair)[back] for pair in zip(others, found, strict=True))  # pyright: ignore
 
 
 def _iterate(search: Search, start: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -147,7 +147,8 @@ def _direction(
     """Newton's step; the factor, where there is one to use again; where a rough step is exact."""
     basis, factor, exact = search.task.basis, None, None
     residual = search.restrict(state.residual)
-    if is_line(search.task.activation) and basis.map.shared and not basis.map.sparse:
+    alike = basis.left_out is None or basis.left_out.ndim == 1
+    if is_line(search.task.activation) and alike and basis.map.shared and not basis.map.sparse:
         factor = share(basis.map, line, basis.left_out)
         step = factor.solve(residual)
     elif basis.rough is not None:
