@@ -13,8 +13,7 @@ from torch import Tensor
 from taut.accept import Numbers, as_floating, check_h, check_matrix
 from taut.activations import Activation, resolve
 from taut.activations.codes import is_line, width
-from taut.analysis import Basis, Scaled, analyse, glance, unexamined
-from taut.analysis.sifting import sift
+from taut.analysis import Basis, analyse, sift, unexamined
 from taut.backends import Backend, Torch, backend_for, backend_within, pull_stably
 from taut.held import Reach, reach
 from taut.maps import LinearMap, as_map, stacked
@@ -80,14 +79,6 @@ class Prepared:
         return self.basis if dtype == self.basis.map.data.dtype else self.single
 
     def basis_of(self, A: LinearMap) -> Basis:
-        return self.sifted
-
-    @cached_property
-    def sifted(self) -> Basis:
-        """The basis for derivatives: a sparse A is looked at when the first are asked for."""
-        if self.map.sparse and not self.map.iterative and self.alone is None:
-            found, scale = sift(self.basis.map), self.basis.scale
-            return found if scale is None else Scaled(found, scale)
         return self.basis
 
     def joined(self, A: LinearMap, mapped: bool, times: int) -> "Prepared | Unprepared":
@@ -253,7 +244,7 @@ def _kinked_basis(C: LinearMap) -> Basis:
     data = C.data.detach()
     number = data.where(data.isfinite(), 0).to(wide(data))
     if C.sparse:
-        return glance(C.over(number))
+        return unexamined(C.over(number))
     basis = analyse(number, 0.0, aloud=False)
     if basis.left_out is None and not basis.transformed:
         return basis
@@ -289,7 +280,5 @@ def _prepared(A: Tensor, activation: Activation, flat: LinearMap, version: int |
 def _basis(A: LinearMap, aloud: bool = True) -> Basis:
     """What there is to know of A, in float64 where the device has it."""
     data = A.data.detach()
-    number = data.where(data.isfinite(), 0).to(wide(data))
-    if A.sparse:
-        return glance(A.over(number))
-    return analyse(number, torch.finfo(data.dtype).eps, aloud)
+    number, eps = data.where(data.isfinite(), 0).to(wide(data)), torch.finfo(data.dtype).eps
+    return sift(A.over(number), eps, aloud) if A.sparse else analyse(number, eps, aloud)

@@ -4,7 +4,7 @@ from taut.analysis.basis import Basis as Basis, Scaled as Scaled
 from taut.analysis.examine import (
     ConditionWarning as ConditionWarning,
     analyse as analyse,
-    glance as glance,
     unexamined as unexamined,
 )
 from taut.analysis.pivoted import pivoted as pivoted, uneven as uneven
+from taut.analysis.sifting import sift as sift

@@ -117,7 +117,7 @@ class Basis(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Plain(Basis):
-    """All equations, as they are; also those of a sparse A, which nobody has looked at."""
+    """All equations, as they are; also those that nobody has looked at."""
 
     map: LinearMap
     condition: Float[Tensor, "*n"]
@@ -125,7 +125,9 @@ class Plain(Basis):
     @cached_property
     def rough(self) -> Rough | None:
         """Worth it for many equations that all samples share and that are far from dependent."""
-        if not self.map.shared or self.map.shape[0] < _MANY or bool(self.condition.isnan()):
+        if not self.map.shared or self.map.sparse or self.map.shape[0] < _MANY:
+            return None
+        if bool(self.condition.isnan()):
             return None
         return Rough.of(self.map.data)
 

@@ -34,12 +34,6 @@ def unexamined(A: LinearMap) -> Plain:
     return Plain(A, A.data.new_full(shape, torch.nan))
 
 
-def glance(A: LinearMap) -> Basis:
-    """The equations of a sparse A, of whose rows only the size is looked at."""
-    scale = _scale(A.largest())
-    return unexamined(A) if scale is None else Scaled(unexamined(A.scaled(scale)), scale)
-
-
 def analyse(A: Float[Tensor, "*n I K"], precision: float, aloud: bool = True) -> Basis:
     """Look at a dense A, (I, K) or (N, I, K), which must be finite.
 
@@ -50,13 +44,13 @@ def analyse(A: Float[Tensor, "*n I K"], precision: float, aloud: bool = True) ->
     >>> type(analyse(torch.tensor([[1.0, 0.0], [2.0, 0.0]], dtype=torch.float64), 1e-16)).__name__
     'Reduced'
     """
-    scale = _scale(A.abs().amax(-1) if A.shape[-1] else A.sum(-1))
+    scale = scale_of(A.abs().amax(-1) if A.shape[-1] else A.sum(-1))
     if scale is None:
         return _analyse(A, precision, aloud)
     return Scaled(_analyse(scale.unsqueeze(-1) * A, precision, aloud), scale)
 
 
-def _scale(largest: Float[Tensor, "*n I"]) -> Float[Tensor, "*n I"] | None:
+def scale_of(largest: Float[Tensor, "*n I"]) -> Float[Tensor, "*n I"] | None:
     """Powers of 2 that bring rows with these entries to a size near 1; None where they have it."""
     exponent = torch.frexp(largest).exponent
     if not bool((exponent.abs() > _SQUARED).any()):
@@ -79,8 +73,15 @@ def _analyse(A: Float[Tensor, "*n I K"], precision: float, aloud: bool) -> Basis
         return Plain(as_map(A), smallest.reciprocal())
     basis = _reduced(A, unit, norms) if A.ndim == 2 else None
     basis = basis or _examined(A, unit, norms)
-    worst = basis.condition.max().item()
-    if aloud and worst * precision**0.5 > 1:
+    if aloud:
+        warn_of(basis.condition, precision)
+    return basis
+
+
+def warn_of(condition: Float[Tensor, "*n"], precision: float) -> None:
+    """Say that A is ill-conditioned for numbers given to `precision`, if it is."""
+    worst = condition.max().item()
+    if worst * precision**0.5 > 1:
         warn(
             f"A is ill-conditioned: its rows, scaled to length 1, have condition number about "
             f"{worst:.0e}. A z = b pins z down to {worst * precision:.0e} of its size only, and "
@@ -88,7 +89,6 @@ def _analyse(A: Float[Tensor, "*n I K"], precision: float, aloud: bool) -> Basis
             "Use float64, or equations that are less alike.",
             ConditionWarning,
         )
-    return basis
 
 
 def _reduced(A: Tensor, unit: Tensor, norms: Tensor) -> Reduced | None:

@@ -64,7 +64,7 @@ def uneven(basis: Basis, b: Float[Tensor, "n I"]) -> Bool[Tensor, "n"] | None:
 
 
 def pivoted(basis: Basis, A: LinearMap, b: Float[Tensor, "n I"]) -> Basis:
-    """The basis of samples that `uneven` found: each leaves out the equations with the largest b."""
+    """The basis of samples that `uneven` found: each leaves out its equations of the largest b."""
     if isinstance(basis, Scaled):
         return Scaled(pivoted(basis.of, A.scaled(basis.scale), basis.scale * b), basis.scale)
     assert isinstance(basis, Reduced)  # noqa: S101

@@ -1,4 +1,4 @@
-"""Which equations of a sparse A are independent, for derivatives: seen from A Aᵀ alone."""
+"""Which equations of a sparse A are independent: seen from A Aᵀ, and checked by A itself."""
 
 from dataclasses import dataclass
 from typing import final
@@ -7,56 +7,92 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from taut.analysis.basis import Plain
-from taut.analysis.examine import unexamined
+from taut.analysis.basis import Basis, Plain, Reduced, Scaled
+from taut.analysis.examine import scale_of, unexamined, warn_of
 from taut.maps import LinearMap
 
-# Combinations of unit equations shorter than this, as the eigenvalues of A Aᵀ tell it, may be
-# nothing; they are if, multiplied with A itself, they are no longer than rounding.
-_SHORT, _NOTHING = 1e-5, 1e-12
+# A pivot of A Aᵀ, of rows of length 1, is the square of the distance to the rows before. So small
+# it may be 0, and the equation redundant; it is, if no more than rounding is left of it.
+_SHORT, _NOTHING = 1e-9, 1e-12
+# What is added to the diagonal: more than its rounding, and far less than a short pivot.
+_LIFT = 1e-13
 
 
 @final
 @dataclass(frozen=True, eq=False)
-class Sifted(Plain):
-    """All equations but those in `out`, which the others imply; Aᵀ·null = 0."""
+class Sifted(Reduced):
+    """`Reduced` for a sparse A of many equations: no factor of all of them is made."""
 
-    out: Bool[Tensor, "I"]
-    null: Float[Tensor, "I m"]
+    def inward(self, x: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        return self.project(x)
 
-    @property
-    def left_out(self) -> Bool[Tensor, "I"] | None:
-        return self.out if self.null.shape[1] else None
-
-    def project(self, x: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        return x - (x @ self.null) @ self.null.mT
-
-    def contradictory(
-        self, b: Float[Tensor, "n I"], scale: Float[Tensor, "n I"], eps: float
-    ) -> Bool[Tensor, "n"]:
-        return ((b @ self.null).abs() > eps**0.5 * (scale @ self.null.abs())).any(-1)
+    def outward(self, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
+        return self.least(multipliers)
 
 
-def sift(A: LinearMap) -> Plain:
-    """Look at a sparse A whose A Aᵀ can be formed.
+def sift(A: LinearMap, precision: float, aloud: bool = True) -> Basis:
+    """Look at a sparse A, if A Aᵀ can be formed; else only at the size of its rows.
+
+    `precision` is that in which its numbers were given.
 
     >>> from taut.maps import as_map
     >>> A = torch.tensor([[1.0, 1, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1]], dtype=torch.float64)
-    >>> int(sift(as_map(A.to_sparse())).left_out.sum())
+    >>> int(sift(as_map(A.to_sparse()), 1e-16).left_out.sum())
     1
     """
+    scale = scale_of(A.largest())
+    scaled = A if scale is None else A.scaled(scale)
+    basis = unexamined(scaled) if A.iterative or not A.shape[0] else _sifted(scaled)
+    if aloud:
+        warn_of(basis.condition.nan_to_num(0.0), precision)
+    return basis if scale is None else Scaled(basis, scale)
+
+
+def _sifted(A: LinearMap) -> Basis:
     ones = A.data.new_ones(1, A.shape[1])
     norms = A.gram_diagonal(ones)[0].sqrt()
     norms = norms.where(norms > 0, 1)
-    values, vectors = torch.linalg.eigh(A.gram(ones)[0] / norms / norms.unsqueeze(-1))
-    short = values < _SHORT**2
-    null = vectors[:, short]
-    condition = values[~short].min().rsqrt() if bool((~short).any()) else norms.new_ones(())
-    out = torch.zeros(A.shape[0], dtype=torch.bool, device=norms.device)
-    if null.shape[1]:
-        if bool((A.adjoint((null / norms.unsqueeze(-1)).mT).norm(dim=-1) > _NOTHING).any()):
-            return unexamined(A)  # nearly dependent equations: there is no saying which
-        null = torch.linalg.qr(null / norms.unsqueeze(-1)).Q
-        permutation = torch.lu_unpack(*torch.linalg.lu_factor(null))[0]
-        out[permutation.argmax(0)[: null.shape[1]]] = True
-    return Sifted(A, condition, out, null)
+    gram = A.gram(ones)[0] / norms / norms.unsqueeze(-1)
+    lifted = gram + _LIFT * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    factor, info = torch.linalg.cholesky_ex(lifted)
+    pivots = factor.diagonal().square()
+    if bool(info.any()) or not bool(pivots.isfinite().all()):
+        return unexamined(A)
+    kept = pivots > _SHORT
+    condition = pivots.where(kept, 1.0).min().rsqrt()
+    if bool(kept.all()):
+        return Plain(A, condition)
+    fold = _folds(A, gram, norms, kept)
+    if fold is None:
+        return unexamined(A)  # nearly dependent equations: there is no saying which
+    null = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)[~kept] - fold[~kept]
+    q, r = torch.linalg.qr(null.mT)
+    dual = torch.linalg.solve_triangular(r, q.mT, upper=True)
+    return Sifted(A, condition, ~kept, fold, null, dual)
+
+
+def _folds(
+    A: LinearMap, gram: Tensor, norms: Float[Tensor, "I"], kept: Bool[Tensor, "I"]
+) -> Float[Tensor, "I I"] | None:
+    """Each equation as a combination of those kept; None where one of them is none."""
+    factor, info = torch.linalg.cholesky_ex(gram[kept][:, kept])
+    if bool(info.any()):
+        return None
+    index, base = (~kept).nonzero().squeeze(-1), kept.nonzero().squeeze(-1)
+    parts = torch.zeros_like(gram[index])
+    parts[:, base] = torch.cholesky_solve(gram[base][:, index], factor).mT
+    for _ in range(2):  # for what rounding left, by the rows themselves
+        signed = -parts
+        signed[torch.arange(len(index), device=index.device), index] = 1
+        rest = A.adjoint(signed / norms)
+        more = (A.apply(rest) / norms)[:, base]
+        parts[:, base] += torch.cholesky_solve(more.mT, factor).mT
+    parts = torch.where(parts.abs() > _NOTHING, parts, 0)
+    signed = -parts
+    signed[torch.arange(len(index), device=index.device), index] = 1
+    rest = A.adjoint(signed / norms).norm(dim=-1)
+    if bool((rest > _NOTHING * (1 + parts.abs().sum(-1))).any()):
+        return None
+    fold = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    fold[index] = parts * norms[index].unsqueeze(-1) / norms
+    return fold

@@ -22,7 +22,6 @@ from taut.solvers.sequential import sequential
 from taut.solvers.starts import first_state
 from taut.solvers.step import Search, State, newton_step, worth_leaving_out
 from taut.solvers.verdict import Verdicts, far, glance, judge, keeps
-from taut.systems import solve_gram
 
 # What is not decided after so many iterations begins again: by annealing, if logits are large, or
 # from 0, if a start was given.
@@ -81,47 +80,6 @@ class Newton(Solver):
 
 def equations(problem: Linear, rules: Rules) -> Outcome:
     """Newton's method in torch: a verdict on every sample."""
-    outcome = _equations(problem, rules)
-    if outcome.failed and problem.prepared.map.sparse:
-        return _sifted(problem, rules, outcome)
-    return outcome
-
-
-def _sifted(problem: Linear, rules: Rules, outcome: Outcome) -> Outcome:
-    """The verdicts once it is known which equations of a sparse A are redundant.
-
-    That takes long to find out. Where b contradicts them λ has run away: such a sample is solved
-    for the nearest b that does not.
-    """
-    basis, status = problem.prepared.basis_of(problem.A), outcome.status
-    left = ((status == Status.MAX_ITERATIONS) | (status == Status.INFEASIBLE)).nonzero().squeeze(-1)
-    if basis.left_out is None or not len(left):
-        return outcome
-    few, dtype, own = problem.take(left), basis.map.data.dtype, problem.v.dtype
-    v, data, b = (x.to(dtype) for x in (few.v, few.data, few.b))
-    A, near = few.prepared.map.over(data), basis.restrict(basis.project(b))
-    s = solve_gram(basis.map, torch.ones_like(v), near, basis.left_out)
-    # A x and not `near`, which is no A z in rows that are small beside others, or 0.
-    near = A.apply(basis.map.adjoint(s))
-    found = _equations(replace(few, v=v, data=data, b=near, start=None), rules)
-    size = b.abs() + A.abs().apply(found.z.abs())
-    apart = basis.contradictory(b, size, torch.finfo(own).eps)
-    apart = (apart & (found.status == Status.CONVERGED)).nonzero().squeeze(-1)
-    z = found.z.to(own)
-    found = Outcome(
-        z,
-        basis.least(found.multipliers).to(own),
-        found.u.to(own),
-        few.residual(z).abs().amax(-1),
-        found.iterations + outcome.iterations[left],
-        torch.full_like(found.status, int(Status.INCONSISTENT)),
-        outcome.failed,
-        found.held,
-    )
-    return outcome.write(left[apart], found.take(apart))
-
-
-def _equations(problem: Linear, rules: Rules) -> Outcome:
     found = held_outputs(problem, problem.b, problem.b)
     if found is None:
         return _plainly(problem, rules)
