@@ -291,12 +291,12 @@ def test_a_sparse_A_is_differentiated_like_a_dense_one(name, kind):
 
 def test_redundant_equations_of_a_sparse_A_are_found():
     A = margins(3, 4)
-    sifted = sift(as_map(A.to_sparse()))
+    sifted = sift(as_map(A.to_sparse()), 1e-16)
     assert int(sifted.left_out.sum()) == 1
     assert_close(sifted.project(A.mT), A.mT, rtol=0, atol=1e-14)
     assert torch.linalg.matrix_rank(A[~sifted.left_out]) == 6
     nearly = torch.tensor([[1.0, 1, 0], [1, 1 + 1e-7, 0], [0, 1, 1]])
-    assert sift(as_map(nearly.to_sparse())).left_out is None
+    assert sift(as_map(nearly.to_sparse()), 1e-16).left_out is None
 
 
 def test_held_outputs_and_equations_left_out_take_no_part():

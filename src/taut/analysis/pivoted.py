@@ -85,6 +85,7 @@ def eliminate(
     rows = null.expand(len(size), *null.shape[-2:]).clone()
     size = size / size.amax(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
     norm = A.largest()
+    norm = norm.where(norm > 0, 1)
     chosen = torch.zeros_like(size, dtype=torch.bool)
     free = torch.ones_like(rows[..., 0], dtype=torch.bool)
     each = torch.arange(len(size), device=size.device)

@@ -22,6 +22,7 @@ from taut.solvers.sequential import sequential
 from taut.solvers.starts import first_state
 from taut.solvers.step import Search, State, newton_step, worth_leaving_out
 from taut.solvers.verdict import Verdicts, far, glance, judge, keeps
+from taut.systems import solve_gram, wide
 
 # What is not decided after so many iterations begins again: by annealing, if logits are large, or
 # from 0, if a start was given.
@@ -80,6 +81,40 @@ class Newton(Solver):
 
 def equations(problem: Linear, rules: Rules) -> Outcome:
     """Newton's method in torch: a verdict on every sample."""
+    outcome = _equations(problem, rules)
+    return _nearest(problem, rules, outcome) if outcome.failed else outcome
+
+
+def _nearest(problem: Linear, rules: Rules, outcome: Outcome) -> Outcome:
+    """Give samples that are INCONSISTENT the z of the nearest b that is not."""
+    apart = (outcome.status == Status.INCONSISTENT).nonzero().squeeze(-1)
+    if not len(apart):
+        return outcome
+    few, dtype, own = problem.take(apart), wide(problem.v), problem.v.dtype
+    basis = few.prepared.basis_in(dtype)
+    if basis.left_out is None:
+        return outcome
+    v, data, b = (x.to(dtype) for x in (few.v, few.data, few.b))
+    A, near = few.prepared.map.over(data), basis.restrict(basis.project(b))
+    s = solve_gram(basis.map, torch.ones_like(v), near, basis.left_out)
+    # A x and not `near`, which is no A z in rows that are small beside others, or 0.
+    near = A.apply(basis.map.adjoint(s))
+    found = _equations(replace(few, v=v, data=data, b=near, start=None), rules)
+    z, solved = found.z.to(own), (found.status == Status.CONVERGED).nonzero().squeeze(-1)
+    found = replace(
+        found,
+        z=z,
+        multipliers=basis.least(found.multipliers).to(own),
+        u=found.u.to(own),
+        residual=few.residual(z).abs().amax(-1),
+        iterations=found.iterations + outcome.iterations[apart],
+        status=torch.full_like(found.status, int(Status.INCONSISTENT)),
+        failed=outcome.failed,
+    )
+    return outcome.write(apart[solved], found.take(solved))
+
+
+def _equations(problem: Linear, rules: Rules) -> Outcome:
     found = held_outputs(problem, problem.b, problem.b)
     if found is None:
         return _plainly(problem, rules)
