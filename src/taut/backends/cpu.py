@@ -9,6 +9,7 @@ for AVX2, v4 for AVX-512; `TAUT_KERNEL=v2`, `v3` or `v4` in the environment forc
 
 from collections.abc import Sequence
 from ctypes import Structure, addressof
+from dataclasses import replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from taut.activations import Activation
-from taut.analysis import Basis
+from taut.analysis import Basis, pivoted, uneven
 from taut.backends.base import Rules
 from taut.backends.library import (
     _MOST,
@@ -78,6 +79,13 @@ class _Known(NamedTuple):
     structure: Structure
     address: int
     work: int  # of one evaluation of a sample
+
+    @staticmethod
+    def of(plan: Plan | None) -> "_Known | None":
+        if plan is None:
+            return None
+        structure = laid_out("plan", plan)
+        return _Known(plan, structure, addressof(structure), plan.work)
 
 
 class Given(NamedTuple):
@@ -159,6 +167,7 @@ class Cpu:
         equations, outputs = basis.map.shape
         self._wait = REPAID if equations * equations * outputs > LARGE else 0
         self._known: _Known | None = None
+        self._every: _Known | None = None  # with redundant equations, for samples of their own
         self._tried = False
         self._given: dict[torch.dtype, Given] = {}
 
@@ -178,10 +187,9 @@ class Cpu:
         self._wait -= samples
         if self._tried or self._wait > 0:
             return self._known
-        plan = make_plan(self._basis, self._activation)
-        if plan is not None:
-            structure = laid_out("plan", plan)
-            self._known = _Known(plan, structure, addressof(structure), plan.work)
+        self._known = _Known.of(make_plan(self._basis, self._activation))
+        if self._redundant and self._known is not None:
+            self._every = _Known.of(make_plan(self._basis, self._activation, every=True))
         self._tried = True
         return self._known
 
@@ -198,9 +206,26 @@ class Cpu:
         """Newton's method from `start`, or 0, in float64."""
         if type(problem) is not Linear or rules.dtype is not torch.float64:
             return Outcome.open(problem.inputs[0], problem.prepared.map.shape[0])
+        apart = uneven(self._basis, problem.b.to(torch.float64)) if self._redundant else None
+        if apart is None:
+            return self._attempt(problem, rules, None)
+        # Each sample goes the same way whatever its neighbours are.
+        outcome = Outcome.open(problem.v, problem.b.shape[-1])
+        index, rest = apart.nonzero().squeeze(-1), (~apart).nonzero().squeeze(-1)
+        if len(rest):
+            outcome = outcome.write(rest, self._attempt(problem.take(rest), rules, None))
+        few = problem.take(index)
+        own = pivoted(self._basis, self._basis.map, few.b.to(torch.float64))
+        outcome = outcome.write(index, self._attempt(few, rules, own.left_out))
+        return replace(outcome, failed=int((outcome.status != 0).sum()))
+
+    def _attempt(self, problem: Linear, rules: Rules, left_out: Tensor | None) -> Outcome:
+        """With `left_out`, what each sample leaves out; else all leave out the same equations."""
         v, b, start = problem.v, problem.b, problem.start
         n = v.shape[0]
         known = self._known or self._plan(n)
+        if left_out is not None:
+            known, left_out = self._every, left_out.to(torch.int8).contiguous()
         if known is None or not n or not readable(v, b, start):
             return Outcome.open(v, b.shape[-1])
         v, b = v.contiguous(), b if b.stride(-1) == 1 else b.contiguous()
@@ -221,6 +246,7 @@ class Cpu:
             "b": b.data_ptr(),
             "start": 0 if start is None else start.data_ptr(),
             "index": 0,
+            "left_out": 0 if left_out is None else left_out.data_ptr(),
             "multipliers": multipliers.data_ptr(),
             "u": u.data_ptr(),
             "z": z.data_ptr(),

@@ -42,8 +42,10 @@ class Plan:
         return self.sizes["outputs"] * (self.sizes["kept"] + 8)
 
 
-def make_plan(basis: Basis, activation: Activation) -> Plan | None:
+def make_plan(basis: Basis, activation: Activation, every: bool = False) -> Plan | None:
     """The plan of a dense, shared A; None where the kernel cannot help.
+
+    With `every`, of all equations, redundant ones too: each sample says which it leaves out.
 
     >>> from taut.activations import sigmoid
     >>> from taut.analysis import analyse
@@ -56,7 +58,7 @@ def make_plan(basis: Basis, activation: Activation) -> Plan | None:
     found = functions(activation, given)
     if found is None:
         return None
-    out = basis.left_out
+    out = None if every else basis.left_out
     kept = torch.ones(constraints, dtype=torch.bool, device="cpu") if out is None else ~out
     sparse = mostly_zeros(A)
     disjoint = _disjoint(A, kept) if sparse else torch.zeros_like(kept)
@@ -74,15 +76,16 @@ def make_plan(basis: Basis, activation: Activation) -> Plan | None:
     w = found["scale"] / found["temperature"]
     c = basis.condition.item()
     even = EVEN * c**2 if c < CONDITION else torch.inf
-    inverses = {"flat": _inverse(a[:worked], torch.ones_like(w))}
+    ones = torch.ones_like(w)
+    inverses = {"flat": torch.linalg.pinv(a @ a.mT) if every else _inverse(a[:worked], ones)}
     faint = FAINT
-    if is_line(activation) and bool(w[:given].amin() >= even * w[:given].amax()):
+    if not every and is_line(activation) and bool(w[:given].amin() >= even * w[:given].amax()):
         inverses["inverse"] = _inverse(a[:worked], w)
         faint = max(faint, _FAINT_BY_INVERSE * _squared_condition(a[:worked], w))
     if not all(bool(inverse.isfinite().all()) for inverse in inverses.values()):
         return None
     single = {}
-    if not sparse and "inverse" not in inverses:
+    if not sparse and not every and "inverse" not in inverses:
         single = _single(a[:, :given], order[:worked], inverses["flat"], c)
     sizes = {
         "worked": len(single["lines"]) if single else 0,

@@ -103,6 +103,7 @@
     FIELD(const void *, b)                                                              \
     FIELD(const void *, start) /* may be NULL: 0 */                                     \
     FIELD(const int64_t *, index) /* the row of `start` that each has; NULL: its own */ \
+    FIELD(const int8_t *, left_out) /* samples × I: what each leaves out of all rows, or NULL */ \
     FIELD(void *, multipliers)                                                          \
     FIELD(void *, u)                                                                    \
     FIELD(void *, z)                                                                    \

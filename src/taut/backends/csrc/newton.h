@@ -27,9 +27,20 @@ INLINE void move(const Plan *p, Work *x, lanes by, mask which) {
     }
 }
 
+/* A diag(w) Aᵀ of the rows kept, and 1 on the diagonal for those that a sample leaves out */
+INLINE void form_kept(const Plan *p, Work *x, const lanes *w) {
+    form_gram(p, w, x->gram);
+    for (int64_t i = 0; x->apart && i < p->kept; i++)
+        for (int64_t j = 0; j <= i; j++) {
+            lanes *entry = &x->gram[triangle(i) + j];
+            *entry = choose((x->out[i] + x->out[j]) > 0.0, all(i == j), *entry);
+        }
+}
+
 /* Newton's step from the residual, with the factor there is, where `which` */
 PART void find_step(const Plan *p, Work *x, mask which) {
-    for (int64_t i = 0; i < p->kept; i++) x->trial[i] = -x->residual[i];
+    for (int64_t i = 0; i < p->kept; i++)
+        x->trial[i] = choose(is_kept(p, x, i), -x->residual[i], all(0.0));
     solve_gram(p, x->gram, x->diagonal, x->trial, x->y);
     for (int64_t i = 0; i < p->kept; i++) x->step[i] = choose(which, x->trial[i], x->step[i]);
 }
@@ -46,11 +57,12 @@ INLINE lanes span(const Plan *p, const lanes *x) {
 
 /* The step where Newton's is hopeless: _damped of solvers/step.py. The factor is lost. */
 PART void damp(const Plan *p, const Rules *r, Work *x, mask *which) {
-    for (int64_t i = 0; i < p->kept; i++) x->trial[i] = -x->residual[i];
+    for (int64_t i = 0; i < p->kept; i++)
+        x->trial[i] = choose(is_kept(p, x, i), -x->residual[i], all(0.0));
     multiply(p, p->flat, x->trial, x->y);
     lanes mu = span(p, x->trial) / r->damped;
     for (int64_t k = 0; k < p->outputs; k++) x->y[k] = x->w[k] + mu;
-    form_gram(p, x->y, x->gram);
+    form_kept(p, x, x->y);
     factorise(p, x->gram, x->diagonal, r->pivot, which);
     find_step(p, x, *which);
 }
@@ -237,7 +249,7 @@ INLINE mask judge(const Plan *p, const Solve *s, Work *x, lanes stalls, mask *re
 PART void settle(const Plan *p, const Solve *s, Work *x, mask *which) {
     mask fine = *which;
     if (!p->inverse) {
-        form_gram(p, x->w, x->gram);
+        form_kept(p, x, x->w);
         factorise(p, x->gram, x->diagonal, s->rules->pivot, &fine);
     }
     for (int time = 0; time < 2; time++) {
@@ -284,6 +296,12 @@ PART void read_block(const Plan *p, const Solve *s, Work *x, int64_t first) {
     read_outputs(p, x->v, s->v, first, s->samples, s->single);
     memcpy(x->u, x->v, p->outputs * sizeof *x->v);
     read_rows(p, x->b, s->b, s->b_stride, first, s->samples, s->single);
+    x->apart = s->left_out != NULL;
+    for (int64_t i = 0; x->apart && i < p->rows; i++)
+        for (int l = 0; l < LANES; l++) {
+            const int64_t at = sample(first, l, s->samples) * p->constraints + p->order[i];
+            x->out[i][l] = p->order[i] >= 0 && s->left_out[at];
+        }
     if (!s->start) {
         memset(x->multipliers, 0, p->rows * sizeof *x->multipliers);
         return;
@@ -321,7 +339,7 @@ PART mask solve_lanes(const Plan *p, const Solve *s, Work *x, mask which, lanes 
         iterations = choose(open, all(iteration + 1), iterations);
         if (iteration == s->limit || !any(open)) break;
         if (!p->inverse) {
-            TIMED(HESSIAN, form_gram(p, x->w, x->gram));
+            TIMED(HESSIAN, form_kept(p, x, x->w));
             TIMED(FACTORISATION, factorise(p, x->gram, x->diagonal, r->pivot, &open));
         }
         TIMED(FACTORISATION, find_step(p, x, open));

@@ -38,6 +38,8 @@ typedef struct {
     lanes *b, *residual, *multipliers, *step, *trial;    /* rows */
     lanes *y;                                            /* the longer of the two */
     lanes *gram, *diagonal;                              /* lower triangle by rows; 1/its diagonal */
+    lanes *out;  /* rows: 1 where a sample leaves it out, */
+    int apart;   /* if each has its own that it does */
     lanes relative, reach;
     Sample sample; /* one at a time, for derivatives; room for it is made when it is needed */
     void *sample_memory;
@@ -48,16 +50,18 @@ static void *make_room(const Plan *p, Work *x) {
     int64_t outputs = p->outputs, rows = p->rows, longest = outputs > rows ? outputs : rows;
     int64_t gram = p->inverse ? 0 : triangle(p->kept);
     lanes **parts[] = {&x->v,        &x->u,           &x->z,    &x->w,     &x->b, &x->residual,
-                       &x->multipliers, &x->step, &x->trial, &x->y, &x->gram, &x->diagonal};
+                       &x->multipliers, &x->step, &x->trial, &x->y, &x->gram, &x->diagonal,
+                       &x->out};
     int64_t sizes[] = {outputs, outputs, outputs, outputs, rows, rows,
-                       rows,    rows,    rows,    longest, gram, p->kept};
+                       rows,    rows,    rows,    longest, gram, p->kept,
+                       rows};
     int64_t total = 0;
-    for (int i = 0; i < 12; i++) total += sizes[i] + GAP;
+    for (int i = 0; i < 13; i++) total += sizes[i] + GAP;
     char *memory = malloc((total + 1) * sizeof(lanes));
     x->sample_memory = NULL;
     if (!memory) return NULL;
     lanes *at = (lanes *)(((uintptr_t)memory + sizeof(lanes) - 1) / sizeof(lanes) * sizeof(lanes));
-    for (int i = 0; i < 12; i++, at += GAP) {
+    for (int i = 0; i < 13; i++, at += GAP) {
         *parts[i] = at;
         at += sizes[i];
         GUARD(at);
@@ -65,19 +69,25 @@ static void *make_room(const Plan *p, Work *x) {
     return memory;
 }
 
+/* Where does Newton work with row i? Those left out are behind the others, or each sample has its own. */
+INLINE mask is_kept(const Plan *p, const Work *x, int64_t i) {
+    return x->apart ? x->out[i] == 0.0 : all(i < p->kept) != 0.0;
+}
+
 /* The residual over |b| + share·|A||z|; `roughly` with what |A||z| can be at most instead. Else
- * |z| is in y, or z itself where no a·z is negative. Equations left out, behind those kept, are as
- * exact as the b of those that imply them: their part is over |b| + |A||z|, times `implied`. */
+ * |z| is in y, or z itself where no a·z is negative. Equations left out are as exact as the b of
+ * those that imply them: their part is over |b| + |A||z|, times `implied`. */
 INLINE lanes measure(const Plan *p, Work *x, double share, double implied, int roughly, lanes most) {
     lanes largest = all(0.0), terms[TILE];
     for (int64_t i = 0; i < p->rows; i += TILE) {
         if (!roughly) apply(p, p->positive ? x->z : x->y, i, 0, terms);
         for (int t = 0; t < TILE; t++) {
             lanes size = roughly ? p->sizes[i + t] * most : terms[t];
-            lanes scale = absolute(x->b[i + t]) + (i + t < p->kept ? share : 1.0) * size;
+            mask kept = is_kept(p, x, i + t);
+            lanes scale = absolute(x->b[i + t]) + choose(kept, all(share), all(1.0)) * size;
             scale = at_most(at_least(scale, all(0x1p-1022)), all(0x1.fp997));
             lanes part = absolute(x->residual[i + t]) / scale;
-            largest = larger(largest, i + t < p->kept ? part : implied * part);
+            largest = larger(largest, choose(kept, part, implied * part));
         }
     }
     return largest;
