@@ -124,6 +124,8 @@ def make_block(seed: int, number: int, most: int = MOST) -> Block:
     truth, good, target = _draw_truth(rng, law, matrices, A, v, target)
     if matrices.kind == "balances":
         v, truth = _balance(rng, law, v, truth, target)
+    if matrices.kind == "margins":
+        truth = _spread(rng, law, A, truth, target)
     b = product(A, truth).astype(dtype)
     if matrices.left is not None:
         b = _contradict(rng, matrices.left, b, target, dtype)
@@ -261,6 +263,16 @@ def _balance(
     moved[:, :K] = np.clip(v[:, :K], -10, 10) * inside[:, None] + v[:, :K] * ~inside[:, None]
     moved[:, :K] += size.astype(v.dtype)
     return moved, truth
+
+
+def _spread(rng: Rng, law: Law, A: Array, truth: Array, target: NDArray[np.int64]) -> Array:
+    """Of interior samples, at a finite lower end: rows and columns that differ by up to 1e12."""
+    n, I = len(truth), A.shape[1]
+    decades = rng.uniform(0, 6, size=(n, 1)) * rng.random((n, I)) * (target == 0)[:, None]
+    lower = law.ends[0]
+    low = np.where(np.isfinite(lower), lower, truth)
+    share = 10.0 ** -np.matmul(np.abs(A).mT, decades[..., None])[..., 0]
+    return low + (truth - low) * share
 
 
 def _at_ends(rng: Rng, law: Law, interior: Array) -> Array:

@@ -10,13 +10,14 @@ from fuzzing.laws import Rng
 Array = NDArray[np.float64]
 
 KINDS = {
-    "dense": 0.25,  # normal entries
-    "whole": 0.15,  # −1, 0, 1: incidences and sums; A z* is then often exact
+    "dense": 0.20,  # normal entries
+    "whole": 0.12,  # −1, 0, 1: incidences and sums; A z* is then often exact
     "scaled": 0.12,  # rows up to 1e8 apart
     "extreme": 0.06,  # rows up to 1e300 apart, 1e30 in float32
     "units": 0.10,  # columns up to 1e8 apart: outputs in kilograms and in tons
     "balances": 0.07,  # as much in as out, of large flows and of traces; b is often 0
     "conditioned": 0.10,  # singular values up to 1e8 apart
+    "margins": 0.08,  # sums over the rows and the columns of a table, all of them or all but one
     "redundant": 0.15,  # rows that are combinations of others, copies or zero
 }
 
@@ -59,6 +60,8 @@ def draw_matrices(
         return Matrices(kind, _conditioned(rng, n, I, K), None, -1)
     if kind == "balances" and K > 1:
         return Matrices(kind, _balances(n, min(I, K // 2), I, K), None, -1)
+    if kind == "margins" and I > 2 and K >= (I // 2) * ((I + 1) // 2 + 1):
+        return _margins(rng, n, I, K)
     A = _whole(rng, n, I, K) if kind == "whole" else rng.normal(size=(n, I, K))
     cone = _face(A, facing)
     if kind == "scaled":
@@ -67,7 +70,9 @@ def draw_matrices(
         A = A * 10.0 ** ((150 if wide else 15) * rng.uniform(-1, 1, size=(n, I, 1)))
     if kind == "units":
         A = A * 10.0 ** rng.uniform(-4, 4, size=(n, 1, K))
-    return Matrices("dense" if kind in ("redundant", "balances") else kind, A, None, cone)
+    return Matrices(
+        "dense" if kind in ("redundant", "balances", "margins") else kind, A, None, cone
+    )
 
 
 def _face(A: Array, facing: NDArray[np.int8] | None) -> int:
@@ -94,6 +99,19 @@ def _balances(n: int, pairs: int, I: int, K: int) -> Array:
     for k in range(K // 2 * 2):
         A[:, k // 2 % pairs, k] = 1 - 2 * (k % 2)
     return A
+
+
+def _margins(rng: Rng, n: int, I: int, K: int) -> Matrices:
+    """Tables of I rows and columns, or of I + 1 without the last; further outputs are free."""
+    whole = rng.random() < 0.6
+    rows = I // 2
+    columns = I - rows + (not whole)
+    cell = np.arange(rows * columns)
+    A = np.zeros((n, rows + columns, K))
+    A[:, cell // columns, cell] = 1
+    A[:, rows + cell % columns, cell] = 1
+    left = np.concatenate([np.ones((rows, 1)), -np.ones((columns, 1))])
+    return Matrices("margins", A[:, :I], left if whole else None, -1)
 
 
 def _conditioned(rng: Rng, n: int, I: int, K: int) -> Array:

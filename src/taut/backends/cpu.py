@@ -37,6 +37,7 @@ from taut.outcome import Outcome
 from taut.problems import Linear, Problem
 
 _LIMIT = 30  # iterations; what takes longer is not easy
+_LONG = 90  # of equations of very different size: the way to a small b is long, but plain
 # A plan of more products than this is built for this many samples: one alone does not repay it.
 LARGE, REPAID = 2**20, 8
 
@@ -259,6 +260,8 @@ class Cpu:
             "unsolved": n,
             **given.values,
         }
+        if left_out is not None:
+            values["limit"] = min(rules.max_iterations, _LONG)
         unsolved = run("solve", values, n * known.work)
         if unsolved == n:  # perhaps for want of memory, without a look at any
             status.fill_(-1)
