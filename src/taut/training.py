@@ -39,16 +39,16 @@ def loss_at_once(
         or not v.ndim == A.ndim == 2
     ):
         return None
-    n, dtype, recording = len(v), v.dtype, torch.is_grad_enabled()
+    n, dtype, recording = v.shape[0], v.dtype, torch.is_grad_enabled()
     if not (
         n > 0
         and v.shape == y.shape
         and v.shape[1] == A.shape[1]
-        and b.shape == (n, len(A))
+        and b.shape == (n, A.shape[0])
         and dtype is A.dtype is b.dtype is y.dtype
         and isinstance(solver, Newton)
         and reduction in _REDUCTIONS
-        and (table is None or _fits(table, index, n, len(A), dtype))
+        and (index is None or index.shape == (n,))
         and not (recording and (A.requires_grad or b.requires_grad or y.requires_grad))
         and not (forward_mode() or A.is_inference())
     ):
@@ -70,19 +70,6 @@ def loss_at_once(
         _attach(found, prepared, solver, v, A, b, y)
         if recording and v.requires_grad
         else found.loss
-    )
-
-
-def _fits(table: Tensor, index: Any, n: int, equations: int, dtype: torch.dtype) -> bool:
-    """Can C read the memory of these samples, and write to it?"""
-    return (
-        isinstance(index, Tensor)
-        and index.dtype is torch.long
-        and index.shape == (n,)
-        and index.is_contiguous()
-        and table.dtype is dtype
-        and table.shape[1] == equations
-        and table.is_contiguous()
     )
 
 
