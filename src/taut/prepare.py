@@ -15,6 +15,7 @@ from taut.activations import Activation, resolve
 from taut.activations.codes import is_line, width
 from taut.analysis import Basis, Scaled, analyse, glance, unexamined
 from taut.analysis.sifting import sift
+from taut.autograd import check_followed
 from taut.backends import Backend, Torch, backend_for, backend_within, pull_stably
 from taut.held import Reach, reach
 from taut.maps import LinearMap, as_map, stacked
@@ -201,6 +202,7 @@ def prepare(
     >>> prepare(torch.ones(2, 3), "sigmoid").basis.condition
     tensor(1., dtype=torch.float64)
     """
+    check_followed()
     if A is None and G is None and h is None:
         raise ValueError("there is nothing to prepare: pass A, G, h, or several of them.")
     chosen = resolve(activation)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from taut.autograd import direct, forward_mode, transforming
+from taut.autograd import direct, forward_mode, recording, transforming
 from taut.backends import Step, Trained, train
 from taut.implicit import solve
 from taut.prepare import Prepared, Unprepared
@@ -34,12 +34,13 @@ def loss_at_once(
     if (
         torch.compiler.is_compiling()
         or transforming()
+        or recording()
         or not (isinstance(v, Tensor) and isinstance(A, Tensor))
         or not (isinstance(b, Tensor) and isinstance(y, Tensor))
         or not v.ndim == A.ndim == 2
     ):
         return None
-    n, dtype, recording = v.shape[0], v.dtype, torch.is_grad_enabled()
+    n, dtype, graph = v.shape[0], v.dtype, torch.is_grad_enabled()
     if not (
         n > 0
         and v.shape == y.shape
@@ -49,7 +50,7 @@ def loss_at_once(
         and isinstance(solver, Newton)
         and reduction in _REDUCTIONS
         and (index is None or index.shape == (n,))
-        and not (recording and (A.requires_grad or b.requires_grad or y.requires_grad))
+        and not (graph and (A.requires_grad or b.requires_grad or y.requires_grad))
         and not (forward_mode() or A.is_inference())
     ):
         return None
@@ -66,11 +67,7 @@ def loss_at_once(
     if reduction != "none":
         loss = v.new_tensor(found.total / n if reduction == "mean" else found.total)
         found = found._replace(loss=loss)
-    return (
-        _attach(found, prepared, solver, v, A, b, y)
-        if recording and v.requires_grad
-        else found.loss
-    )
+    return _attach(found, prepared, solver, v, A, b, y) if graph and v.requires_grad else found.loss
 
 
 @final
