@@ -278,6 +278,48 @@ def test_onnx_and_traces_are_refused():
             torch.onnx.export(model, (x,), io.BytesIO(), dynamo=False)
 
 
+A = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 1]], dtype=torch.float64)
+Y = torch.linspace(0.1, 0.9, 8, dtype=torch.float64).reshape(2, 4)
+LAYER, MEMORY = Projection(A, activation="sigmoid"), taut.LagrangeMemory(9, 2).to(A.dtype)
+HEAD = taut.LagrangeHead(4, A, "sigmoid").requires_grad_(False)
+SOLVED, INDEX = LAYER.solve(torch.zeros_like(Y), Y @ A.T), torch.arange(2)
+#: Each public call on tensors, as a function of v: those that solve nothing, and all others.
+TRACED = {
+    "LagrangeHead": lambda v: torch.cat(HEAD(v), -1),
+    "LagrangeHead.predictor": lambda v: HEAD.predictor(v, v[:, :2]),
+}
+REFUSED = {
+    "project": lambda v: project(v, A, Y @ A.T, activation="sigmoid").z,
+    "project, bounds": lambda v: project(v, lower=0.0).z,
+    "project, h": lambda v: project(v, h=lambda z: z.square().sum(-1, keepdim=True) - 1).z,
+    "project, prepared": lambda v: project(v, taut.prepare(A), Y @ A.T).z,
+    "reconcile": lambda v: taut.reconcile(v.sigmoid(), A, Y @ A.T, activation="sigmoid").z,
+    "layer": lambda v: LAYER(v, Y @ A.T),
+    "layer.solve": lambda v: LAYER.solve(v, Y @ A.T).z,
+    "layer.loss": lambda v: LAYER.loss(v, Y, Y @ A.T),
+    "layer.loss of its targets": lambda v: LAYER.loss(Y, v.sigmoid(), Y @ A.T),
+    "layer.loss, memory": lambda v: LAYER.loss(v, Y, Y @ A.T, memory=MEMORY, index=INDEX),
+    "matched_loss": lambda v: taut.matched_loss(SOLVED, v.sigmoid()),
+    "bregman_loss": lambda v: taut.bregman_loss(v, Y, "sigmoid"),
+    "memory": lambda v: v[:, :2] + MEMORY[INDEX],
+    "memory.store": lambda v: MEMORY.store(INDEX, SOLVED) or v,
+    "is_certificate": lambda v: taut.is_certificate(v, A.T, Y.mean(0), "sigmoid"),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED.values(), ids=REFUSED)
+def test_no_call_is_recorded_as_a_constant(call):
+    with pytest.raises(NotImplementedError, match=CONSTANT):
+        torch.jit.trace(call, (torch.randn(2, 4),), check_trace=False)
+
+
+@pytest.mark.parametrize("call", TRACED.values(), ids=TRACED)
+def test_what_solves_nothing_is_recorded_rightly(call):
+    """For other inputs than the one it was recorded with."""
+    recorded, v = torch.jit.trace(call, (torch.randn(2, 4),)), torch.randn(2, 4)
+    assert_close(recorded(v), call(v), rtol=0, atol=0)
+
+
 # The memo
 
 

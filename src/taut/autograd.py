@@ -28,14 +28,21 @@ recording: Callable[[], bool] = getattr(torch._C, "_is_tracing", torch.jit.is_tr
 
 
 def check_recorded() -> None:
-    """Refuse torch.onnx and torch.jit.trace: they would keep the numbers of one solve."""
+    """Refuse torch.onnx and torch.jit.trace: they would keep the numbers of one call."""
     if torch.jit.is_tracing() or _in_onnx():
         _refuse(
-            "torch.onnx and torch.jit.trace cannot follow a solve, and would write the z of this "
-            "one input into the file as a constant. Use torch.export.export and torch.export.save, "
-            "and `import taut` where the file is loaded; or export the network without its "
-            "Projection, and call taut.project on its output."
+            "torch.onnx and torch.jit.trace cannot follow a solve, a loss or a memory of solves, "
+            "and would write the numbers of this one input into the file as a constant. Use "
+            "torch.export.export and torch.export.save, and `import taut` where the file is "
+            "loaded; or export the network without its Projection, and call taut.project on its "
+            "output."
         )
+
+
+def check_followed() -> None:
+    """The same for what begins with a look at numbers, and what compiled code may call."""
+    if not torch.compiler.is_compiling() and recording():
+        check_recorded()
 
 
 def _in_onnx() -> bool:

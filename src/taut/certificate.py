@@ -14,6 +14,7 @@ from torch import Tensor
 
 from taut.accept import Numbers, as_floating
 from taut.activations import Activation, Interval, resolve
+from taut.autograd import check_followed
 from taut.maps import LinearMap, as_map, stacked
 from taut.systems import solve_lifted
 
@@ -85,6 +86,7 @@ def is_certificate(
     >>> is_certificate(torch.tensor([1.0]), A, b, "linear", upper=1.0)
     tensor(True)
     """
+    check_followed()
     if A is None and G is None and lower is None and upper is None:
         raise ValueError("a certificate is one of constraints: it needs A, G or bounds.")
     if A is not None and b is None:

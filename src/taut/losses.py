@@ -14,7 +14,7 @@ from torch import Tensor
 from taut import compiled
 from taut.accept import Numbers, as_floating
 from taut.activations import Activation, resolve
-from taut.autograd import transforming, uncompiled
+from taut.autograd import check_followed, check_recorded, recording, transforming, uncompiled
 from taut.matched import Matched, matched, warn_of_failures
 from taut.pose import check_range
 from taut.solution import Solution, check_unwritten
@@ -44,6 +44,8 @@ def matched_loss(
     >>> matched_loss(solution, y)  # cross-entropy
     tensor(0.4076, grad_fn=<MeanBackward0>)
     """
+    if not torch.compiler.is_compiling() and recording():
+        check_recorded()
     if not isinstance(solution, Solution):
         raise TypeError(
             f"matched_loss needs a Solution; got {type(solution).__name__}. Use layer.solve(v, b) "
@@ -93,6 +95,7 @@ def bregman_loss(
     >>> bce = torch.nn.functional.binary_cross_entropy_with_logits(u, y, reduction="sum")
     >>> torch.testing.assert_close(loss, bce)
     """
+    check_followed()
     if y.shape != u.shape:
         raise _misshapen(y, u.shape, "u")
     activation, y = resolve(activation), y.to(u.dtype)

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from taut.accept import as_array
+from taut.autograd import check_recorded, recording
 from taut.solution import Solution
 
 
@@ -154,6 +155,8 @@ class LagrangeMemory:
 
     def rows(self, index: Int[Tensor, "*batch"]) -> Int[Tensor, "*batch"]:
         """Where in the table these samples are."""
+        if not torch.compiler.is_compiling() and recording():
+            check_recorded()
         table = self.multipliers
         if not (
             isinstance(index, Tensor)

@@ -14,6 +14,7 @@ from taut.accept import Numbers, as_floating, check_h, check_matrix
 from taut.activations import Activation, resolve
 from taut.activations.codes import is_line, width
 from taut.analysis import Basis, analyse, sift, unexamined
+from taut.autograd import check_followed
 from taut.backends import Backend, Torch, backend_for, backend_within, pull_stably
 from taut.held import Reach, reach
 from taut.maps import LinearMap, as_map, stacked
@@ -192,6 +193,7 @@ def prepare(
     >>> prepare(torch.ones(2, 3), "sigmoid").basis.condition
     tensor(1., dtype=torch.float64)
     """
+    check_followed()
     if A is None and G is None and h is None:
         raise ValueError("there is nothing to prepare: pass A, G, h, or several of them.")
     chosen = resolve(activation)

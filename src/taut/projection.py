@@ -11,7 +11,7 @@ from torch import Tensor
 from taut import compiled
 from taut.accept import Numbers, as_floating, check_h
 from taut.activations import Activation, resolve
-from taut.autograd import followed, recording, transforming, unseen
+from taut.autograd import check_followed, followed, recording, transforming, unseen
 from taut.implicit import solve
 from taut.maps import as_map, stacked
 from taut.memory import LagrangeMemory
@@ -134,6 +134,7 @@ def reconcile(
     >>> taut.reconcile(y, torch.ones(1, 3), torch.tensor([12.0]), activation="exp").z
     tensor([0.0000, 4.0000, 8.0000])
     """
+    check_followed()
     if isinstance(A, Prepared):
         chosen = A.activation
     else:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from taut.autograd import direct, forward_mode, transforming
+from taut.autograd import direct, forward_mode, recording, transforming
 from taut.backends import Step, Trained, train
 from taut.implicit import solve
 from taut.prepare import Prepared, Unprepared
@@ -34,22 +34,23 @@ def loss_at_once(
     if (
         torch.compiler.is_compiling()
         or transforming()
+        or recording()
         or not (isinstance(v, Tensor) and isinstance(A, Tensor))
         or not (isinstance(b, Tensor) and isinstance(y, Tensor))
         or not v.ndim == A.ndim == 2
     ):
         return None
-    n, dtype, recording = len(v), v.dtype, torch.is_grad_enabled()
+    n, dtype, graph = v.shape[0], v.dtype, torch.is_grad_enabled()
     if not (
         n > 0
         and v.shape == y.shape
         and v.shape[1] == A.shape[1]
-        and b.shape == (n, len(A))
+        and b.shape == (n, A.shape[0])
         and dtype is A.dtype is b.dtype is y.dtype
         and isinstance(solver, Newton)
         and reduction in _REDUCTIONS
-        and (table is None or _fits(table, index, n, len(A), dtype))
-        and not (recording and (A.requires_grad or b.requires_grad or y.requires_grad))
+        and (index is None or index.shape == (n,))
+        and not (graph and (A.requires_grad or b.requires_grad or y.requires_grad))
         and not (forward_mode() or A.is_inference())
     ):
         return None
@@ -66,24 +67,7 @@ def loss_at_once(
     if reduction != "none":
         loss = v.new_tensor(found.total / n if reduction == "mean" else found.total)
         found = found._replace(loss=loss)
-    return (
-        _attach(found, prepared, solver, v, A, b, y)
-        if recording and v.requires_grad
-        else found.loss
-    )
-
-
-def _fits(table: Tensor, index: Any, n: int, equations: int, dtype: torch.dtype) -> bool:
-    """Can C read the memory of these samples, and write to it?"""
-    return (
-        isinstance(index, Tensor)
-        and index.dtype is torch.long
-        and index.shape == (n,)
-        and index.is_contiguous()
-        and table.dtype is dtype
-        and table.shape[1] == equations
-        and table.is_contiguous()
-    )
+    return _attach(found, prepared, solver, v, A, b, y) if graph and v.requires_grad else found.loss
 
 
 @final

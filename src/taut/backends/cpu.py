@@ -14,14 +14,13 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from taut.activations import Activation
 from taut.analysis import Basis, pivoted, uneven
+from taut.backends.arrays import Calls, Laid
 from taut.backends.base import Rules
 from taut.backends.library import (
     _MOST,
-    _differing,
     _functions as _functions,
     _library,
     _structures,
@@ -40,53 +39,23 @@ _LIMIT = 30  # iterations; what takes longer is not easy
 _LONG = 90  # of equations of very different size: the way to a small b is long, but plain
 # A plan of more products than this is built for this many samples: one alone does not repay it.
 LARGE, REPAID = 2**20, 8
-
-
-def readable(*tensors: Tensor | None) -> bool:
-    """Can C read these by their addresses?
-
-    >>> readable(torch.zeros(2), None), readable(torch.zeros(2, device="meta"))
-    (True, False)
-    """
-    try:
-        for x in tensors:
-            if x is not None and not (
-                type(x) in _PLAIN
-                and x.is_cpu
-                and x.layout is torch.strided
-                and not x.is_neg()
-                and x.data_ptr()  # a tensor of zeros that torch never wrote has none
-            ):
-                return False
-    except RuntimeError:  # seen through torch.func: its numbers are elsewhere
-        return False
-    return True
-
-
-def laid_out(name: str, plan: Plan) -> Structure:
-    """A plan as C takes it; its arrays must outlive it."""
-    arrays = {field: x.data_ptr() for field, x in plan.arrays.items()}
-    kind, fields = _structures[name]
-    values = dict.fromkeys(fields) | arrays | plan.sizes
-    if len(values) != len(fields):
-        raise _differing(name, values)
-    return kind(**values)
+_SOLVED = ("z", "u", "multipliers", "residual", "iterations", "status")
 
 
 class _Known(NamedTuple):
     """The plan, as C takes it."""
 
-    plan: Plan
-    structure: Structure
+    laid: Laid
     address: int
     work: int  # of one evaluation of a sample
+    calls: Calls
 
     @staticmethod
     def of(plan: Plan | None) -> "_Known | None":
         if plan is None:
             return None
-        structure = laid_out("plan", plan)
-        return _Known(plan, structure, addressof(structure), plan.work)
+        laid = Laid("plan", plan)
+        return _Known(laid, laid.address, plan.work, Calls(plan.sizes, plan=laid.address))
 
 
 class Given(NamedTuple):
@@ -103,7 +72,6 @@ class Given(NamedTuple):
         structure = kind(**{name: getattr(rules, name) for name in fields})
         values = {
             "rules": addressof(structure),
-            "single": dtype is torch.float32,
             "limit": min(rules.max_iterations, _LIMIT),
             "target": rules.target(dtype),
             "cap": rules.cap(dtype),
@@ -115,7 +83,6 @@ class Given(NamedTuple):
 
 
 USUAL = Rules()
-_PLAIN = (Tensor, Parameter)
 
 
 def fits(A: LinearMap) -> bool:
@@ -134,28 +101,16 @@ def loss(
     self: Any, v: Tensor, b: Tensor, y: Tensor, u: Tensor, multipliers: Tensor
 ) -> Tensor | None:
     """Σψ(y) − yᵀv − bᵀλ + Σφ(u) of each sample: a method of whatever has a plan."""
-    known = self._known
-    if known is None or not readable(v, b, y, u, multipliers):
+    known, n = self._known, v.shape[0]
+    if known is None:
         return None
-    v, y, u, multipliers = map(Tensor.contiguous, (v, y, u, multipliers))
-    b = b if b.stride(-1) == 1 else b.contiguous()
-    n, loss = len(v), v.new_empty(len(v))
-    values = {
-        "plan": known.address,
-        "v": v.data_ptr(),
-        "b": b.data_ptr(),
-        "y": y.data_ptr(),
-        "u": u.data_ptr(),
-        "multipliers": multipliers.data_ptr(),
-        "loss": loss.data_ptr(),
-        "samples": n,
-        "single": v.dtype is torch.float32,
-        "b_stride": b.stride(0),
-        "next": 0,
-        "unsolved": n,
-    }
-    left = run("loss", values, n * known.work)  # for want of memory
-    return None if left > 0 else loss
+    given: Any = {"v": v, "b": b, "y": y, "u": u, "multipliers": multipliers}
+    found = known.calls["loss", v.dtype].addresses(n, given, ("loss",))
+    if found is None:
+        return None
+    call, made = found
+    left = run("loss", call, n * known.work)  # for want of memory
+    return None if left > 0 else made[0]
 
 
 @final
@@ -171,13 +126,6 @@ class Cpu:
         self._every: _Known | None = None  # with redundant equations, for samples of their own
         self._tried = False
         self._given: dict[torch.dtype, Given] = {}
-
-    def _rules(self, rules: Rules, dtype: torch.dtype) -> Given:
-        """The last rules are kept: they seldom change from call to call."""
-        given = self._given.get(dtype)
-        if given is None or given.rules is not rules:
-            given = self._given[dtype] = Given.of(rules, dtype)
-        return given
 
     @staticmethod
     def suits(basis: Basis) -> bool:
@@ -201,7 +149,15 @@ class Cpu:
         known = self._known or self._plan(samples)
         if known is None or not samples or self._redundant or rules.dtype is not torch.float64:
             return None
-        return known, self._rules(rules, dtype)
+        given = self._given.get(dtype)
+        if given is None or given.rules is not rules:
+            given = self._rules(rules, dtype)
+        return known, given
+
+    def _rules(self, rules: Rules, dtype: torch.dtype) -> Given:
+        """The last rules are kept: they seldom change from call to call."""
+        given = self._given[dtype] = Given.of(rules, dtype)
+        return given
 
     def attempt(self, problem: Problem, rules: Rules) -> Outcome:
         """Newton's method from `start`, or 0, in float64."""
@@ -226,43 +182,26 @@ class Cpu:
         n = v.shape[0]
         known = self._known or self._plan(n)
         if left_out is not None:
-            known, left_out = self._every, left_out.to(torch.int8).contiguous()
-        if known is None or not n or not readable(v, b, start):
+            known, left_out = self._every, left_out.to(torch.int8)
+        if known is None or not n:
             return Outcome.open(v, b.shape[-1])
-        v, b = v.contiguous(), b if b.stride(-1) == 1 else b.contiguous()
+        dtype = v.dtype
         if start is not None:
             if self._redundant:
                 start = self._basis.enter(self._basis.map, start.to(torch.float64))
-            start = start.to(v.dtype).contiguous()
-        dtype = v.dtype
+            start = start.to(dtype)
         given = self._given.get(dtype)
         if given is None or given.rules is not rules:
             given = self._rules(rules, dtype)
-        z, u, multipliers = torch.empty_like(v), torch.empty_like(v), v.new_empty(n, b.shape[-1])
-        residual, iterations = v.new_empty(n), v.new_empty(n, dtype=torch.long)
-        status = torch.empty_like(iterations)
-        values = {
-            "plan": known.address,
-            "v": v.data_ptr(),
-            "b": b.data_ptr(),
-            "start": 0 if start is None else start.data_ptr(),
-            "index": 0,
-            "left_out": 0 if left_out is None else left_out.data_ptr(),
-            "multipliers": multipliers.data_ptr(),
-            "u": u.data_ptr(),
-            "z": z.data_ptr(),
-            "residual": residual.data_ptr(),
-            "iterations": iterations.data_ptr(),
-            "status": status.data_ptr(),
-            "samples": n,
-            "b_stride": b.stride(0),
-            "next": 0,
-            "unsolved": n,
-            **given.values,
-        }
+        arrays: Any = {"v": v, "b": b, "start": start, "left_out": left_out}
+        found = known.calls["solve", dtype].addresses(n, arrays, _SOLVED)
+        if found is None:
+            return Outcome.open(v, b.shape[-1])
+        call, (z, u, multipliers, residual, iterations, status) = found
+        call |= given.values
         if left_out is not None:
-            values["limit"] = min(rules.max_iterations, _LONG)
-        unsolved = run("solve", values, n * known.work)
+            call["limit"] = min(rules.max_iterations, _LONG)
+        unsolved = run("solve", call, n * known.work)
         if unsolved == n:  # perhaps for want of memory, without a look at any
             status.fill_(-1)
         if self._redundant:
@@ -278,32 +217,16 @@ class Cpu:
         known = self._known
         if known is None or (self._redundant and g_multipliers is not None):
             return None
-        if not readable(u, g_z, g_multipliers, g_u):
-            return None
-        # Kept by name: C reads them by address.
-        u, status = u.contiguous(), status.contiguous()
-        g_z = None if g_z is None else g_z.contiguous()
-        g_multipliers = None if g_multipliers is None else g_multipliers.contiguous()
-        g_u = None if g_u is None else g_u.contiguous()
-        dtype, n, I = u.dtype, len(u), known.plan.sizes["constraints"]
-        dv, db = torch.empty_like(u), u.new_empty(n, I)
+        dtype, n = u.dtype, u.shape[0]
+        arrays: Any = {"u": u, "status": status, "g_z": g_z, "g_u": g_u}
+        arrays["g_multipliers"] = g_multipliers
         given = self._given.get(dtype) or self._rules(USUAL, dtype)
-        values = {
-            "plan": known.address,
-            "rules": given.values["rules"],
-            "dv": dv.data_ptr(),
-            "db": db.data_ptr(),
-            "samples": n,
-            "single": dtype is torch.float32,
-            "next": 0,
-            "unsolved": n,
-            "u": u.data_ptr(),
-            "g_multipliers": 0 if g_multipliers is None else g_multipliers.data_ptr(),
-            "g_u": 0 if g_u is None else g_u.data_ptr(),
-            "g_z": 0 if g_z is None else g_z.data_ptr(),
-            "status": status.data_ptr(),
-        }
-        left = run("backward", values, n * known.work)
+        found = known.calls["backward", dtype].addresses(n, arrays, ("dv", "db"))
+        if found is None:
+            return None
+        call, (dv, db) = found
+        call["rules"] = given.values["rules"]
+        left = run("backward", call, n * known.work)
         if left == n:  # perhaps for want of memory, without a look at any
             db.fill_(torch.nan)
         if self._redundant:

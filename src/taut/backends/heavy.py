@@ -1,9 +1,11 @@
 """Weighted Gauss–Jordan for samples whose slopes lie far apart: compiled where it can be."""
 
-import torch
+from functools import lru_cache
+
 from torch import Tensor
 
-from taut.backends.cpu import readable, run, variant
+from taut.backends.arrays import Arrays
+from taut.backends.library import run, variant
 from taut.systems import Pulled, solve_stably
 
 
@@ -12,36 +14,26 @@ def pull_stably(
 ) -> Pulled:
     """`solve_stably` of systems/stable.py, by the compiled code for float64 on a CPU.
 
+    >>> import torch
     >>> A, w = torch.ones(1, 1, 2, dtype=torch.float64), torch.ones(1, 2, dtype=torch.float64)
     >>> pull_stably(A, w, None, torch.eye(2, dtype=torch.float64)[:1], 0 * w, 0 * w[:, :1]).x
     tensor([[ 0.5000, -0.5000]], dtype=torch.float64)
     """
-    given = A, w, g_z, g_u, g_ν
-    fits = all(x.dtype == torch.float64 for x in given) and len(w) > 0
-    if variant() is None or not fits or not readable(*given, left_out):
+    (I, K), n = A.shape[-2:], w.shape[0]
+    if variant() is None or not n:
         return solve_stably(A, w, left_out, g_z, g_u, g_ν)
-    # Kept by name: C reads them by address.
-    A, w, g_z, g_u, g_ν = (x.contiguous() for x in given)
-    out = None if left_out is None else left_out.contiguous()
-    found = Pulled(torch.empty_like(w), torch.empty_like(g_ν), torch.empty_like(w))
-    (I, K), n = A.shape[-2:], len(w)
-    values = {
-        "a": A.data_ptr(),
-        "stride": 0 if len(A) == 1 else I * K,
-        "left_out": 0 if out is None else out.data_ptr(),
-        "w": w.data_ptr(),
-        "g_z": g_z.data_ptr(),
-        "g_u": g_u.data_ptr(),
-        "g_v": g_ν.data_ptr(),
-        "x": found.x.data_ptr(),
-        "s": found.s.data_ptr(),
-        "t": found.t.data_ptr(),
-        "samples": n,
-        "equations": I,
-        "outputs": K,
-        "next": 0,
-        "unsolved": n,
-    }
-    if run("stable", values, n * I * I * K) > 0:
+    each = A.contiguous().expand(n, I, K)  # one for all, or its own for each
+    arrays = {"a": each, "left_out": left_out, "w": w, "g_z": g_z, "g_u": g_u, "g_v": g_ν}
+    found = _arrays(I, K).addresses(n, arrays, ("x", "s", "t"))
+    if found is None:
+        return solve_stably(A, w, left_out, g_z, g_u, g_ν)
+    call, made = found
+    if run("stable", call, n * I * I * K) > 0:
         raise MemoryError("no memory left for derivatives.")
-    return found
+    return Pulled(*made)
+
+
+@lru_cache(64)
+def _arrays(equations: int, outputs: int) -> Arrays:
+    sizes = {"equations": equations, "outputs": outputs}
+    return Arrays("stable", sizes, None, **sizes)

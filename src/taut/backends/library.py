@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ctypes import Structure, byref, c_char_p, c_double, c_int64, c_uint, c_void_p
 from importlib.util import find_spec
 from operator import itemgetter
@@ -69,10 +69,26 @@ def structures(layout: str) -> dict[str, type[Structure]]:
     return found
 
 
-def _differing(name: str, values: dict[str, Any]) -> TypeError:
-    """The error for a field that only one side knows."""
-    unknown = values.keys() ^ _structures[name][1]
-    return TypeError(f"{name}: library and package differ in {sorted(unknown)}.")
+def pointers(layout: str) -> dict[str, dict[str, tuple[str, bool]]]:
+    """The arrays of each structure in such a text: of what they are, and whether C writes to them.
+
+    >>> pointers("Point:double x;const double * y;void * z;const Plan * plan;")
+    {'point': {'y': ('double', False), 'z': ('void', True)}}
+    """
+    found: dict[str, dict[str, tuple[str, bool]]] = {}
+    for line in layout.splitlines():
+        name, fields = line.split(":")
+        arrays = found[name.lower()] = {}
+        for kind, field in (x.strip().rsplit(" ", 1) for x in fields.split(";") if x.strip()):
+            numbers = kind.removeprefix("const ").removesuffix(" *")
+            if kind.endswith("*") and not numbers[0].isupper():  # else it is of a structure
+                arrays[field] = numbers, not kind.startswith("const ")
+    return found
+
+
+def differing(name: str, fields: Iterable[str]) -> TypeError:
+    """The error for fields that only one side knows."""
+    return TypeError(f"{name}: library and package differ in {sorted(fields)}.")
 
 
 def _pool() -> Callable[..., None] | None:
@@ -86,12 +102,12 @@ def _pool() -> Callable[..., None] | None:
 
 
 _library, _variant = _load()
+_layout = "" if _library is None else _library.taut_layout().decode()
 _structures = {
     name.lower(): (kind, {field for field, *_ in kind._fields_})
-    for name, kind in structures(
-        "" if _library is None else _library.taut_layout().decode()
-    ).items()
+    for name, kind in structures(_layout).items()
 }
+_pointers = pointers(_layout)
 #: What puts values in the order of a structure's fields, and these into bytes: three times as fast
 #: as the structure itself does.
 _bytes = {
@@ -150,10 +166,12 @@ def run(name: str, values: dict[str, Any] | Structure, work: int) -> int:
         try:
             call = kind.from_buffer_copy(pack(*ordered(values)))
         except KeyError:
-            raise _differing(name, values) from None
+            raise differing(name, values.keys() ^ fields) from None
         if len(values) != len(fields):
-            raise _differing(name, values)
-    threads = min(torch.get_num_threads(), work // _GRAIN)
+            raise differing(name, values.keys() ^ fields)
+    threads = work // _GRAIN
+    if threads > 1:
+        threads = min(torch.get_num_threads(), threads)
     if threads < 2 or _parallel is None:
         function(byref(call))
     else:

@@ -77,7 +77,11 @@ def make_plan(basis: Basis, activation: Activation, every: bool = False) -> Plan
     c = basis.condition.item()
     even = EVEN * c**2 if c < CONDITION else torch.inf
     ones = torch.ones_like(w)
-    inverses = {"flat": torch.linalg.pinv(a @ a.mT) if every else _inverse(a[:worked], ones)}
+    inverses = {
+        "flat": torch.linalg.pinv(a[:worked] @ a[:worked].mT)
+        if every
+        else _inverse(a[:worked], ones)
+    }
     faint = FAINT
     if not every and is_line(activation) and bool(w[:given].amin() >= even * w[:given].amax()):
         inverses["inverse"] = _inverse(a[:worked], w)

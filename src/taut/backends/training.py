@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from taut.backends.base import Backend, Rules
-from taut.backends.cpu import Cpu, readable
+from taut.backends.cpu import Cpu
 from taut.backends.library import _structures, run
+
+_MADE = ("loss", "dv", "multipliers")
 
 
 @final
@@ -37,38 +39,43 @@ class Trained(NamedTuple):
 def train(backend: Backend, step: Step, rules: Rules) -> Trained | None:
     """The step by the compiled backend; None, and nothing stored, unless all samples are easy."""
     v, b, y, scale, table, index = step
-    if not isinstance(backend, Cpu) or not readable(*step[:3], table, index):
+    if not isinstance(backend, Cpu):
         return None
-    n = v.shape[0]
-    found = backend.ready(n, rules, v.dtype)
+    n, dtype = v.shape[0], v.dtype
+    ready = backend.ready(n, rules, dtype)
+    if ready is None:
+        return None
+    known, given = ready
+    kept = index is not None
+    arrays: Any = {"v": v, "b": b, "y": y, "table" if kept else "start": table, "index": index}
+    found = known.calls["train", dtype].addresses(n, arrays, _MADE)
     if found is None:
         return None
-    known, given = found
-    # Kept by name: C reads them by address.
-    v, y, b = v.contiguous(), y.contiguous(), b if b.stride(-1) == 1 else b.contiguous()
-    loss, dv, multipliers = v.new_empty(n), torch.empty_like(v), v.new_empty(n, b.shape[-1])
+    at, (loss, dv, multipliers) = found
     try:
         solve, call = given.calls.pop()  # by one thread of Python at a time
     except IndexError:
-        solve, call = _made(known.address, given.values)
-    solve.v, solve.b, solve.b_stride = v.data_ptr(), b.data_ptr(), b.stride(0)
-    solve.multipliers, solve.samples, solve.next, solve.unsolved = multipliers.data_ptr(), n, 0, n
-    call.y, call.loss, call.dv, call.scale = y.data_ptr(), loss.data_ptr(), dv.data_ptr(), scale
+        solve, call = _made(known.address, given.values, dtype)
+    solve.v, solve.b, solve.b_stride = at["v"], at["b"], at["b_stride"]
+    solve.multipliers, solve.samples, solve.next, solve.unsolved = at["multipliers"], n, 0, n
+    call.y, call.loss, call.dv, call.scale = at["y"], at["loss"], at["dv"], scale
     call.seen, call.stopped, call.unsolved = 0, 0, n
-    solve.start = None if table is None else table.data_ptr()
     solve.index = call.table = None
-    if table is not None and index is not None:
-        call.table, call.entries, solve.index = solve.start, len(table), index.data_ptr()
+    if kept and table is not None:
+        solve.start, call.entries = at["table"], table.shape[0]
+        call.table, solve.index = at["table"], at["index"]
+    else:
+        solve.start = at.get("start")
     left, total = run("train", call, n * known.work), call.total
     given.calls.append((solve, call))
     if left:
         return None
-    if table is not None and index is not None:
+    if kept and table is not None:
         torch.autograd.graph.increment_version(table)
     return Trained(loss, total, scale, dv, multipliers)
 
 
-def _made(plan: int, values: dict[str, Any]) -> tuple[Any, Any]:
+def _made(plan: int, values: dict[str, Any], dtype: torch.dtype) -> tuple[Any, Any]:
     """The structures of a solve, and of a call that names it; what is not given is 0."""
-    solve = _structures["solve"][0](plan=plan, **values)
+    solve = _structures["solve"][0](plan=plan, single=dtype is torch.float32, **values)
     return solve, _structures["train"][0](solve=addressof(solve))

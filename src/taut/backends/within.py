@@ -1,7 +1,6 @@
 """The compiled backend for inequalities and bounds: see csrc/within.h."""
 
 from collections.abc import Sequence
-from ctypes import Structure, addressof
 from typing import Any, NamedTuple, final
 
 import torch
@@ -10,19 +9,9 @@ from torch.nn.functional import pad
 
 from taut.activations import Activation
 from taut.analysis import Basis
+from taut.backends.arrays import Arrays, Calls, Laid
 from taut.backends.base import Rules
-from taut.backends.cpu import (
-    LARGE,
-    REPAID,
-    USUAL,
-    Cpu,
-    Given,
-    fits,
-    laid_out,
-    loss,
-    readable,
-    run,
-)
+from taut.backends.cpu import LARGE, REPAID, USUAL, Cpu, Given, fits, loss, run
 from taut.backends.rows import Rows, make_rows
 from taut.outcome import Outcome
 from taut.problems import Inequalities, Linear, Problem
@@ -36,21 +25,22 @@ class _Known(NamedTuple):
     """The rows, as C takes them."""
 
     rows: Rows
-    plan: Structure
-    line: Structure | None
-
+    laid: tuple[Laid | None, ...]  # the plan, and the line
     address: int  # of the plan
     work: int  # of one evaluation of a sample
+    calls: Calls
 
-    @property
-    def values(self) -> dict[str, Any]:
-        return {
-            "plan": self.address,
-            "line": 0 if self.line is None else addressof(self.line),
-            "equations": self.rows.equations,
-            "only": 0,
-            **{name: x.data_ptr() for name, x in self.rows.ends.items()},
-        }
+    @staticmethod
+    def of(rows: Rows) -> "_Known":
+        plan, line = Laid("plan", rows.plan), rows.line and Laid("line", rows.line)
+        ends: dict[str, Tensor | None] = dict(rows.ends)
+        found = Arrays("within", rows.plan.sizes, None).addresses(0, ends)
+        if found is None:
+            raise ValueError("the ends of these rows have not the size that C expects.")
+        fixed = {"plan": plan.address, "line": line.address if line else 0}
+        fixed |= {"equations": rows.equations} | {name: found[0][name] for name in ends}
+        calls = Calls(rows.plan.sizes, **fixed)
+        return _Known(rows, (plan, line), plan.address, rows.plan.work, calls)
 
 
 @final
@@ -78,9 +68,7 @@ class CpuWithin:
         self._tried = True
         rows = make_rows(self._C, self._alone.basis_of(self._alone.map), self._activation)
         if rows is not None:
-            line = None if rows.line is None else laid_out("line", rows.line)
-            plan = laid_out("plan", rows.plan)
-            self._known = _Known(rows, plan, line, addressof(plan), rows.plan.work)
+            self._known = _Known.of(rows)
         return self._known
 
     def attempt(self, problem: Problem, rules: Rules) -> Outcome:
@@ -90,7 +78,7 @@ class CpuWithin:
         if type(problem) is not Inequalities or rules.dtype is not torch.float64 or not n:
             return Outcome.open(v, rows)
         known = self._known or self._layout(n)
-        if known is None or not readable(*problem.inputs, problem.start):
+        if known is None:
             return Outcome.open(v, rows)
         begun = problem.start is None and problem.equations > 0
         found = self._equations(problem, rules) if begun else Outcome.open(v, rows)
@@ -117,40 +105,33 @@ class CpuWithin:
     def _within(
         self, known: _Known, problem: Inequalities, rules: Rules, found: Outcome, begun: bool
     ) -> Outcome:
-        # Kept by name: C reads them by address.
-        v, lower, upper, *bounds = (
-            x.contiguous() for x in (problem.v, problem.lower, problem.upper, *problem.bounds)
-        )
-        start = None if problem.start is None else problem.start.to(v.dtype).contiguous()
-        floor, ceiling = bounds or (None, None)
-        n, dtype = len(v), v.dtype
+        v, bounds, n = problem.v, problem.bounds or (None, None), problem.v.shape[0]
+        start, dtype = problem.start, v.dtype
+        arrays: Any = {
+            "v": v,
+            "lower": problem.lower,
+            "upper": problem.upper,
+            "floor": bounds[0],
+            "ceiling": bounds[1],
+            "start": None if start is None else start.to(dtype),
+            "multipliers": found.multipliers,
+            "u": found.u,
+            "z": found.z,
+            "residual": found.residual,
+            "iterations": found.iterations,
+            "status": found.status,
+        }
         given = self._given.get(dtype)
         if given is None or given.rules is not rules:
             given = self._given[dtype] = Given.of(rules, dtype)
-        values = {
-            **known.values,
-            **{name: given.values[name] for name in ("rules", "single", "cap", "slack", "huge")},
-            "v": v.data_ptr(),
-            "lower": lower.data_ptr(),
-            "upper": upper.data_ptr(),
-            "floor": 0 if floor is None else floor.data_ptr(),
-            "ceiling": 0 if ceiling is None else ceiling.data_ptr(),
-            "start": 0 if start is None else start.data_ptr(),
-            "multipliers": found.multipliers.data_ptr(),
-            "u": found.u.data_ptr(),
-            "z": found.z.data_ptr(),
-            "residual": found.residual.data_ptr(),
-            "iterations": found.iterations.data_ptr(),
-            "status": found.status.data_ptr(),
-            "begun": begun,
-            "samples": n,
-            "limit": min(rules.max_iterations, rules.first),
-            "inner": min(rules.max_iterations, _INNER),
-            "next": 0,
-            "unsolved": n,
-            "target": max(rules.tol or 0.0, 8 * _UNIT),
-        }
-        left = run("within", values, n * known.work)
+        laid = known.calls["within", dtype].addresses(n, arrays)
+        if laid is None:
+            return Outcome.open(v, problem.lower.shape[-1])
+        call = laid[0] | {name: given.values[name] for name in ("rules", "cap", "slack", "huge")}
+        call["begun"], call["target"] = begun, max(rules.tol or 0.0, 8 * _UNIT)
+        call["limit"] = min(rules.max_iterations, rules.first)
+        call["inner"] = min(rules.max_iterations, _INNER)
+        left = run("within", call, n * known.work)
         if left == n:  # perhaps for want of memory, without a look at any
             found.status.fill_(-1)
         made = found.z, found.multipliers, found.u, found.residual, found.iterations, found.status
@@ -170,43 +151,35 @@ class CpuWithin:
     ) -> tuple[list[Tensor | None], Tensor, int] | None:
         """The gradients in v, C (none), the sides and the bounds; which samples are open, and how
         many. None says that all are."""
-        known, n = self._known, len(u)
-        sides = problem.lower, problem.upper, *problem.bounds
-        if known is None or not n or not readable(u, multipliers, *sides, *grads):
+        known, n, dtype = self._known, u.shape[0], u.dtype
+        if known is None or not n:
             return None
-        # Kept by name: C reads them by address.
-        u, multipliers, status = u.contiguous(), multipliers.contiguous(), status.contiguous()
-        lower, upper, *bounds = (x.contiguous() for x in sides)
-        floor, ceiling = bounds or (None, None)
-        g_z, g_multipliers, g_u = (None if g is None else g.contiguous() for g in grads)
-        made = [torch.empty_like(u), None]
-        made += [torch.empty_like(x) if need else None for x, need in
-                 zip((lower, upper, *bounds), needs[2:], strict=True)]  # fmt: skip
-        left = torch.ones(n, dtype=torch.bool, device="cpu")
-        given = self._given.get(u.dtype) or Given.of(USUAL, u.dtype)
-        dlower, dupper, dfloor, dceiling = (*made[2:], None, None)[:4]
-        arrays = {
+        sides = problem.lower, problem.upper, *problem.bounds
+        floor, ceiling = problem.bounds or (None, None)
+        g_z, g_multipliers, g_u = grads
+        arrays: Any = {
             "u": u,
             "multipliers": multipliers,
-            "lower": lower,
-            "upper": upper,
+            "lower": problem.lower,
+            "upper": problem.upper,
             "floor": floor,
             "ceiling": ceiling,
             "g_multipliers": g_multipliers,
             "g_u": g_u,
             "g_z": g_z,
             "status": status,
-            "dv": made[0],
-            "dlower": dlower,
-            "dupper": dupper,
-            "dfloor": dfloor,
-            "dceiling": dceiling,
-            "left": left,
         }
-        values = {name: 0 if x is None else x.data_ptr() for name, x in arrays.items()}
-        values |= {name: known.values[name] for name in ("plan", "line")}
-        values |= {"rules": given.values["rules"], "single": u.dtype is torch.float32}
-        values |= {"samples": n, "next": 0, "unsolved": n}
-        return made, left, run("pull", values, n * known.work)
+        names = ("dlower", "dupper", "dfloor", "dceiling")
+        wanted = (name for name, need in zip(names, needs[2:], strict=False) if need)
+        wanted = ("dv", "left", *wanted)
+        found = known.calls["pull", dtype].addresses(n, arrays, wanted)
+        if found is None:
+            return None
+        call, made = found[0], dict(zip(wanted, found[1], strict=True))
+        left = made["left"].fill_(True)
+        call["rules"] = (self._given.get(dtype) or Given.of(USUAL, dtype)).values["rules"]
+        count = run("pull", call, n * known.work)
+        others = (made.get(name) for name in names[: len(sides)])
+        return [made["dv"], None, *others], left, count
 
     loss = loss  # b being the sides at which rows are held
