@@ -1,6 +1,7 @@
 """Which equations of a sparse A are independent, for derivatives: seen from A Aᵀ alone."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 import torch
@@ -30,6 +31,16 @@ class Sifted(Plain):
 
     def project(self, x: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         return x - (x @ self.null) @ self.null.mT
+
+    @cached_property
+    def metric(self) -> Float[Tensor, "I I"] | None:
+        """|`outward` s|² = sᵀM s, M = 1 − N Nᵀ between the equations kept; M⁻¹ = RᵀR."""
+        if self.left_out is None:
+            return None
+        square = torch.eye(len(self.out), dtype=self.null.dtype, device=self.null.device)
+        kept = self.null.masked_fill(self.out.unsqueeze(-1), 0)
+        triangle = torch.linalg.cholesky(square - kept @ kept.mT)
+        return torch.linalg.solve_triangular(triangle, square, upper=False)
 
     def contradictory(
         self, b: Float[Tensor, "n I"], scale: Float[Tensor, "n I"], eps: float

@@ -8,7 +8,13 @@ from taut.systems import Pulled, solve_stably
 
 
 def pull_stably(
-    A: Tensor, w: Tensor, left_out: Tensor | None, g_z: Tensor, g_u: Tensor, g_ν: Tensor
+    A: Tensor,
+    w: Tensor,
+    left_out: Tensor | None,
+    g_z: Tensor,
+    g_u: Tensor,
+    g_ν: Tensor,
+    metric: Tensor | None = None,
 ) -> Pulled:
     """`solve_stably` of systems/stable.py, by the compiled code for float64 on a CPU.
 
@@ -18,17 +24,20 @@ def pull_stably(
     """
     given = A, w, g_z, g_u, g_ν
     fits = all(x.dtype == torch.float64 for x in given) and len(w) > 0
-    if variant() is None or not fits or not readable(*given, left_out):
-        return solve_stably(A, w, left_out, g_z, g_u, g_ν)
+    if variant() is None or not fits or not readable(*given, left_out, metric):
+        return solve_stably(A, w, left_out, g_z, g_u, g_ν, metric)
     # Kept by name: C reads them by address.
     A, w, g_z, g_u, g_ν = (x.contiguous() for x in given)
     out = None if left_out is None else left_out.contiguous()
+    length = None if metric is None else metric.contiguous()
     found = Pulled(torch.empty_like(w), torch.empty_like(g_ν), torch.empty_like(w))
     (I, K), n = A.shape[-2:], len(w)
     values = {
         "a": A.data_ptr(),
         "stride": 0 if len(A) == 1 else I * K,
         "left_out": 0 if out is None else out.data_ptr(),
+        "metric": 0 if length is None else length.data_ptr(),
+        "metric_stride": 0 if length is None or len(length) == 1 else I * I,
         "w": w.data_ptr(),
         "g_z": g_z.data_ptr(),
         "g_u": g_u.data_ptr(),
