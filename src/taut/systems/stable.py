@@ -135,39 +135,44 @@ def solve_stably(
         rebased = rebase(own, weights, out)
         length = metric if metric is None or len(metric) == 1 else metric[block]
         given = g_z[block], g_u[block], g_ν[block]
-        found.append(_solve_least(rebased, weights, given, length))
+        found.append(_solve_least(own, rebased, weights, given, length))
     return Pulled(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
 def _solve_least(
-    rebased: Rebased, w: Tensor, given: tuple[Tensor, ...], metric: Tensor | None
+    A: Tensor, rebased: Rebased, w: Tensor, given: tuple[Tensor, ...], metric: Tensor | None
 ) -> Pulled:
-    g_z, g_u, g_ν = given
+    found = _solve(rebased, w, *given)
     index = rebased.lost.any(-1).nonzero().squeeze(-1)
     if not len(index):
-        return _solve(rebased, w, g_z, g_u, g_ν)
-    if metric is not None:
-        metric = metric.expand(len(w), -1, -1)[index]
-    folded = _folded(Rebased(*(x[index] for x in rebased)), w.shape[-1], metric)
-    one, zero = torch.ones_like(g_ν[index]), torch.zeros_like(g_ν[index])
-    # y = (R F)⁺R g_ν
-    g = g_ν[index] if metric is None else _times(metric, g_ν[index])
-    g_ν = g_ν.index_copy(0, index, _solve(folded, one, g, zero, zero).s)
-    x, s, t = _solve(rebased, w, g_z, g_u, g_ν)
-    # Rᵀ(R F)ᵀ⁺s
-    least = -_solve(folded, one, zero, zero, s[index]).x
-    least = least if metric is None else _times(metric.mT, least)
-    return Pulled(x, s.index_copy(0, index, least), t)
+        return found
+    if metric is None:
+        metric = torch.eye(A.shape[-2], dtype=A.dtype, device=A.device).unsqueeze(0)
+    A, metric = (x if len(x) == 1 else x[index] for x in (A, metric))
+    rebased, w = Rebased(*(x[index] for x in rebased)), w[index]
+    g_z, g_u, g_ν = (x[index] for x in given)
+    folded = _folded(rebased, w.shape[-1], metric)
+    one, zero = torch.ones_like(g_ν), torch.zeros_like(g_ν)
+    # Outputs with slope 0 ask for A g_u; what is possible of it and of g_ν is (R F)⁺R g.
+    still = w == 0
+    g = g_ν + _times(A, torch.where(still, g_u, 0))
+    g = _solve(folded, one, _times(metric, g), zero, zero).s
+    moving = rebased._replace(T=rebased.T.masked_fill(still.unsqueeze(1), 0))
+    x, s, t = _solve(moving, w, g_z, g_u, g)
+    # The least s is Rᵀ(R F)ᵀ⁺s. It is another one for outputs with slope 0.
+    s = -_times(metric.mT, _solve(folded, one, zero, zero, s).x)
+    t = torch.where(still, g_z - _times(A.mT, s), t)
+    return Pulled(*(y.index_copy(0, index, z) for y, z in zip(found, (x, s, t), strict=True)))
 
 
-def _folded(rebased: Rebased, outputs: int, metric: Tensor | None) -> Rebased:
+def _folded(rebased: Rebased, outputs: int, metric: Tensor) -> Rebased:
     """(R F)ᵀ, whose rows are independent."""
     kept, E = rebased.place < outputs, rebased.E
     # A row of E without a pivot is e_i less what makes equation i, times its diagonal.
     made = -E / E.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
     fold = torch.where(rebased.lost.unsqueeze(-1) & kept.unsqueeze(-2), made, 0)
     fold = fold + torch.diag_embed(kept.to(fold.dtype))
-    fold = fold if metric is None else metric @ fold
+    fold = metric @ fold
     return rebase(fold.mT, torch.ones_like(fold[:, 0]), ~kept)
 
 
