@@ -103,8 +103,9 @@ def rebase(
         table[each, :, k] = torch.where(live.unsqueeze(-1), unit, table[each, :, k])
         place[each, i] = torch.where(live, k, place[each, i])
         taken[each, i] = True
-    T = table[..., :K].where((place < K).unsqueeze(-1), 0)
-    return Rebased(T, table[..., K:], place, ~taken)
+    unused = place == K
+    lost = unused if left_out is None else unused & ~left_out
+    return Rebased(table[..., :K].masked_fill(unused.unsqueeze(-1), 0), table[..., K:], place, lost)
 
 
 def _times(matrix: Float[Tensor, "n a b"], x: Float[Tensor, "n b"]) -> Float[Tensor, "n a"]:
