@@ -81,6 +81,18 @@ class Basis(ABC):
         """`least` of multipliers that are 0 for equations left out, to the digits of each."""
         return self.least(multipliers)
 
+    @property
+    def metric(self) -> Float[Tensor, "*n I I"] | None:
+        """R with |R⁻ᵀs| = |`outward` s|; None where that is |s|."""
+        return None
+
+    def metric_of(self, index: Int[Tensor, "n"]) -> Float[Tensor, "#n I I"] | None:
+        """`metric` of the samples at `index`."""
+        metric = self.metric
+        if metric is None:
+            return None
+        return metric.unsqueeze(0) if metric.ndim == 2 else metric[index]
+
     def smallest(self, A: LinearMap, v: Tensor, raw: Tensor, eps: float) -> Tensor:
         """Of all multipliers that give the u of `raw`, the smallest."""
         least = self.least(raw)
@@ -174,13 +186,22 @@ class Reduced(Basis):
     def outward(self, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         return times(self._inverse.mT, multipliers)
 
-    @cached_property
+    @property
+    def metric(self) -> Float[Tensor, "*n I I"]:
+        """R of `fold` = Q R, and the identity where equations are left out."""
+        return self._factors[1]
+
+    @property
     def _inverse(self) -> Float[Tensor, "*n I I"]:
         """(FᵀF)⁻¹Fᵀ of F = `fold`, by which Fy is the part of x in the range of A.
 
         Not x less what is out of the range: where equations differ much in size, a small one has
         so little of x that nothing would be left but rounding.
         """
+        return self._factors[0]
+
+    @cached_property
+    def _factors(self) -> tuple[Tensor, Tensor]:
         whole = torch.cat([self.fold, torch.diag_embed(self.out.to(self.fold.dtype))], -2)
         # Large rows first, or they would drown the small ones within the factorisation.
         column = whole.abs().amax(-2, keepdim=True)
@@ -188,7 +209,7 @@ class Reduced(Basis):
         Q, R = torch.linalg.qr(whole.gather(-2, order.expand_as(whole)))
         Q = torch.zeros_like(Q).scatter(-2, order.expand_as(Q), Q)
         inverse = torch.linalg.solve_triangular(R, Q.mT, upper=True)[..., : self.fold.shape[-2]]
-        return inverse.masked_fill(self.out.unsqueeze(-1), 0)
+        return inverse.masked_fill(self.out.unsqueeze(-1), 0), R
 
     def folded(self, scale: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
         return times(self.fold.abs(), scale)
@@ -280,6 +301,10 @@ class Scaled(Basis):
     @property
     def left_out(self) -> Bool[Tensor, "*n I"] | None:
         return self.of.left_out
+
+    @property
+    def metric(self) -> Float[Tensor, "*n I I"] | None:
+        return self.of.metric
 
     @property
     def transformed(self) -> bool:

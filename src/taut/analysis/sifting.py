@@ -1,8 +1,5 @@
 """Which equations of a sparse A are independent: seen from A Aᵀ, and checked by A itself."""
 
-from dataclasses import dataclass
-from typing import final
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -16,18 +13,6 @@ from taut.maps import LinearMap
 _SHORT, _NOTHING = 1e-9, 1e-12
 # What is added to the diagonal: more than its rounding, and far less than a short pivot.
 _LIFT = 1e-13
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Sifted(Reduced):
-    """`Reduced` for a sparse A of many equations: no factor of all of them is made."""
-
-    def inward(self, x: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        return self.project(x)
-
-    def outward(self, multipliers: Float[Tensor, "n I"]) -> Float[Tensor, "n I"]:
-        return self.least(multipliers)
 
 
 def sift(A: LinearMap, precision: float, aloud: bool = True) -> Basis:
@@ -68,7 +53,7 @@ def _sifted(A: LinearMap) -> Basis:
     null = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)[~kept] - fold[~kept]
     q, r = torch.linalg.qr(null.mT)
     dual = torch.linalg.solve_triangular(r, q.mT, upper=True)
-    return Sifted(A, condition, ~kept, fold, null, dual)
+    return Reduced(A, condition, ~kept, fold, null, dual)
 
 
 def _folds(

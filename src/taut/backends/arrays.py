@@ -53,6 +53,7 @@ _SIZES = {
     },
     "stable": {
         "samples equations outputs": "a",
+        "samples equations equations": "metric",
         "samples equations": "left_out g_v s",
         "samples outputs": "w g_z g_u x t",
     },
@@ -76,7 +77,12 @@ _SIZES = {
     "train": {"samples given": "y dv", "samples": "loss", "entries constraints": "table"},
 }
 #: Arrays of which C is told how far apart the samples lie, so that these may share one.
-_STRIDES = {("solve", "b"): "b_stride", ("loss", "b"): "b_stride", ("stable", "a"): "stride"}
+_STRIDES = {
+    ("solve", "b"): "b_stride",
+    ("loss", "b"): "b_stride",
+    ("stable", "a"): "stride",
+    ("stable", "metric"): "metric_stride",
+}
 _DTYPES = {
     "int64_t": (torch.int64,),
     "int8_t": (torch.int8, torch.bool),

@@ -10,7 +10,13 @@ from taut.systems import Pulled, solve_stably
 
 
 def pull_stably(
-    A: Tensor, w: Tensor, left_out: Tensor | None, g_z: Tensor, g_u: Tensor, g_ν: Tensor
+    A: Tensor,
+    w: Tensor,
+    left_out: Tensor | None,
+    g_z: Tensor,
+    g_u: Tensor,
+    g_ν: Tensor,
+    metric: Tensor | None = None,
 ) -> Pulled:
     """`solve_stably` of systems/stable.py, by the compiled code for float64 on a CPU.
 
@@ -21,12 +27,14 @@ def pull_stably(
     """
     (I, K), n = A.shape[-2:], w.shape[0]
     if variant() is None or not n:
-        return solve_stably(A, w, left_out, g_z, g_u, g_ν)
+        return solve_stably(A, w, left_out, g_z, g_u, g_ν, metric)
     each = A.contiguous().expand(n, I, K)  # one for all, or its own for each
-    arrays = {"a": each, "left_out": left_out, "w": w, "g_z": g_z, "g_u": g_u, "g_v": g_ν}
+    length = None if metric is None else metric.contiguous().expand(n, I, I)
+    arrays = {"a": each, "left_out": left_out, "metric": length}
+    arrays |= {"w": w, "g_z": g_z, "g_u": g_u, "g_v": g_ν}
     found = _arrays(I, K).addresses(n, arrays, ("x", "s", "t"))
     if found is None:
-        return solve_stably(A, w, left_out, g_z, g_u, g_ν)
+        return solve_stably(A, w, left_out, g_z, g_u, g_ν, metric)
     call, made = found
     if run("stable", call, n * I * I * K) > 0:
         raise MemoryError("no memory left for derivatives.")

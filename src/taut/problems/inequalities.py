@@ -287,7 +287,7 @@ class Inequalities(Problem):
         du, jump = torch.where(ok & ~held, du, 0), torch.where(ok, jump, 0)
         rhs = torch.where(mask, rhs - C.apply(jump), 0)
         dz, s, du = pull(w, C, mask, du, torch.zeros_like(du), -rhs, self.prepared, True)
-        dν = torch.where(mask, -s, 0)
+        dν, du = torch.where(mask, -s, 0), torch.where(held, 0, du)
         return (dz + jump).to(dtype), dν.to(dtype), du.to(dtype)
 
     def _finite(self) -> LinearMap:

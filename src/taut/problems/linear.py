@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from taut.autograd import is_transformed, lead
-from taut.maps import BatchedMap, LinearMap
+from taut.autograd import lead
+from taut.maps import LinearMap
 from taut.outcome import Status
 from taut.problems.base import Problem
 from taut.systems import Known, pull, wide
@@ -142,61 +142,28 @@ class Linear(Problem):
     def _pulled(
         self, multipliers: Tensor, u: Tensor, status: Tensor, grads: Any, needs: Any
     ) -> Any:
-        held = u.isinf()
-        if is_transformed(u):  # nobody may look: the slope, which is 0 there, says enough
-            g_u = None if grads[2] is None else grads[2].masked_fill(held, 0)
-            return self._pulled_free(multipliers, u, status, (*grads[:2], g_u), needs)
-        if not bool(held.any()):
-            return self._pulled_free(multipliers, u, status, grads, needs)
-        # Not rounded to float32 before ∂A is made of them.
-        dv, s = (torch.zeros_like(x, dtype=wide(x)) for x in (u, multipliers))
-        for index, part in self._apart(held):
-            out = held[index]
-            g_z, g_multipliers, g_u = (None if g is None else g[index] for g in grads)
-            g_z, g_u = (None if g is None else g.masked_fill(out, 0) for g in (g_z, g_u))
-            free, given = u[index].masked_fill(out, 0).to(wide(u)), (g_z, g_multipliers, g_u)
-            at = multipliers[index].to(wide(u)), free, status[index]
-            found = part._pulled_free(*at, given, (True, False, True))
-            dv, s = dv.index_copy(0, index, found[0]), s.index_copy(0, index, found[2])
-        dtype = u.dtype
-        if not needs[1]:
-            return dv.to(dtype), None, s.to(dtype)
-        ok = (status == Status.CONVERGED).unsqueeze(-1)
-        z = torch.where(ok, self.prepared.activation.output(u.to(wide(u))), 0)
-        A, multipliers = self._finite(), torch.where(ok, multipliers, 0).to(wide(u))
-        dA = A.outer(multipliers, dv) - A.outer(s, z)
-        return dv.to(dtype), dA.to(self.data.dtype), s.to(dtype)
-
-    def _apart(self, held: Tensor) -> list[tuple[Tensor, "Linear"]]:
-        """The samples without held outputs, and those with some, which then have an A without
-        them; with their places in the batch."""
-        some = held.any(-1)
-        index, rest = some.nonzero().squeeze(-1), (~some).nonzero().squeeze(-1)
-        A = self._finite()
-        each = A.take(index).dense() * (~held[index]).unsqueeze(-2)
-        reduced = self.prepared.anew(BatchedMap(each))
-        parts = [(index, Linear(reduced, _NOTHING, each, _NOTHING))]
-        if len(rest):
-            plain = self.prepared if A.shared else self.prepared.take(rest)
-            parts.append((rest, Linear(plain, _NOTHING, A.take(rest).data, _NOTHING)))
-        return parts
-
-    def _pulled_free(
-        self, multipliers: Tensor, u: Tensor, status: Tensor, grads: Any, needs: Any
-    ) -> Any:
         # A failed sample has zero gradient, and nothing of it may reach its neighbours.
-        ok, dtype = (status == Status.CONVERGED).unsqueeze(-1), u.dtype
+        ok, dtype, held = (status == Status.CONVERGED).unsqueeze(-1), u.dtype, u.isinf()
+        blank = torch.zeros_like(multipliers, dtype=torch.bool)
         g_z, g_multipliers, g_u = (
-            torch.zeros_like(x, dtype=wide(x)) if g is None else torch.where(ok, g, 0).to(wide(x))
-            for g, x in zip(grads, (u, multipliers, u), strict=True)
+            torch.zeros_like(x, dtype=wide(x))
+            if g is None
+            else torch.where(ok & ~out, g, 0).to(wide(x))
+            for g, x, out in zip(grads, (u, multipliers, u), (held, blank, held), strict=True)
         )
         multipliers, u = (torch.where(ok, x, 0).to(wide(x)) for x in (multipliers, u))
-        A, activation = self._finite(), self.prepared.activation
-        w, z = activation.slope(u), activation.output(u)
+        A, (w, z) = self._finite(), self._local(u)
         whole = torch.is_grad_enabled()
         dv, s, _ = pull(w, A, None, g_z, g_u, g_multipliers, self.prepared, whole)
         dA = A.outer(multipliers, dv) - A.outer(s, z) if needs[1] else None
         return dv.to(dtype), None if dA is None else dA.to(self.data.dtype), s.to(dtype)
+
+    def _local(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        """σ'(u), which is 0 where an output is held at an end, and z."""
+        activation, held = self.prepared.activation, u.isinf()
+        free = torch.where(held, 0, u)
+        w = torch.where(held, 0, activation.slope(free))
+        return w, torch.where(held, activation.sigma(u.detach()), activation.output(free))
 
     def pushforward(
         self, multipliers: Tensor, u: Tensor, status: Tensor, tangents: Sequence[Tensor | None]
@@ -206,7 +173,7 @@ class Linear(Problem):
         dv, dA, db = tangents
         dtype = u.dtype
         multipliers, u = (torch.where(ok, x, 0).to(wide(x)) for x in (multipliers, u))
-        z = self.prepared.activation.output(u)
+        A, (w, z) = self._finite(), self._local(u)
         du = torch.zeros_like(u) if dv is None else dv.to(u.dtype)
         rhs = torch.zeros_like(multipliers) if db is None else db.to(u.dtype)
         if dA is not None:
@@ -214,22 +181,9 @@ class Linear(Problem):
             du, rhs = du + change.adjoint(multipliers), rhs - change.apply(z)
         held = u.isinf()
         du, rhs = torch.where(ok & ~held, du, 0), torch.where(ok, rhs, 0)
-        if is_transformed(u) or not bool(held.any()):
-            moves = self._pushed_free(u, ok, du, rhs)
-        else:
-            moves = torch.zeros_like(u), torch.zeros_like(multipliers), torch.zeros_like(u)
-            for index, part in self._apart(held):
-                free = u[index].masked_fill(held[index], 0)
-                found = part._pushed_free(free, ok[index], du[index], rhs[index])
-                pairs = zip(moves, found, strict=True)
-                moves = tuple(x.index_copy(0, index, y) for x, y in pairs)
-        dz, moved, du = (x.to(dtype) for x in moves)
-        return dz, moved, du
-
-    def _pushed_free(self, u: Tensor, ok: Tensor, du: Tensor, rhs: Tensor) -> tuple[Tensor, ...]:
-        A, w = self._finite(), self.prepared.activation.slope(u)
         dz, s, du = pull(w, A, None, du, torch.zeros_like(du), -rhs, self.prepared, True)
-        return dz, torch.where(ok, -s, 0), du
+        du = torch.where(held, 0, du)
+        return dz.to(dtype), torch.where(ok, -s, 0).to(dtype), du.to(dtype)
 
     def _finite(self) -> LinearMap:
         """A for derivatives. What is not a number, as only failed samples have it, becomes 0."""

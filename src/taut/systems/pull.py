@@ -217,7 +217,7 @@ def _solve(
         return found
     out = None if left_out is None else left_out.expand(len(w), -1)[index]
     part = Given(*(x[index] for x in given))
-    stable = _stably(A.take(index), w[index], out, part, rhs[index], known)
+    stable = _stably(A.take(index), w[index], out, part, rhs[index], known, basis.metric_of(index))
     return Pulled(*(x.index_copy(0, index, y) for x, y in zip(found, stable, strict=True)))
 
 
@@ -248,12 +248,19 @@ def _doubtful(A: LinearMap, w: Tensor, c: Tensor, found: Pulled) -> Int[Tensor, 
 
 
 def _stably(
-    A: LinearMap, w: Tensor, left_out: Tensor | None, given: Given, rhs: Tensor, known: Known
+    A: LinearMap,
+    w: Tensor,
+    left_out: Tensor | None,
+    given: Given,
+    rhs: Tensor,
+    known: Known,
+    metric: Tensor | None,
 ) -> Pulled:
     if A.sparse and A.shape[0] * A.shape[1] > _DENSE:  # as right as Cholesky can be
         return _completed(A, w, given, solve_gram(A, w, rhs, left_out))
     matrix = A.dense()
-    return known.pull_stably(matrix.unsqueeze(0) if A.shared else matrix, w, left_out, *given)
+    matrix = matrix.unsqueeze(0) if A.shared else matrix
+    return known.pull_stably(matrix, w, left_out, *given, metric)
 
 
 @final

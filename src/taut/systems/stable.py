@@ -4,6 +4,10 @@ The rows of A are changed, sample by sample, to the basis B of its heaviest inde
 T = B⁻¹A: weighted Gauss–Jordan elimination. Then T diag(w) Tᵀ, scaled, is I + GGᵀ with small G,
 on which Cholesky's factorisation is safe whatever the slopes; and g_z − Tᵀg_z[basis] takes away
 exactly what the constraints undo of g_z, so that w∘(g_z − Aᵀs) does not have to cancel.
+
+Equations that depend on others among the outputs with slopes have no pivot. With F, which makes
+every equation of those with a pivot, s is the least of all that move the outputs alike, Fᵀ⁺s, and
+g_ν counts as far as it is possible, F⁺g_ν. Both are solves of the same kind.
 """
 
 from typing import NamedTuple, final
@@ -32,12 +36,14 @@ class Pulled(NamedTuple):
 class Rebased(NamedTuple):
     """T = E A, in which the columns `place` are those of the identity.
 
-    A row without a pivot, as it depends on others or has slopes 0 only, is 0 and has place K.
+    A row without a pivot is 0 in T and has place K. It is left out, or it is `lost`: it depends on
+    others, or has slopes 0 only, and its row of E is the combination of equations that is nothing.
     """
 
     T: Float[Tensor, "n I K"]
     E: Float[Tensor, "n I I"]
     place: Int[Tensor, "n I"]
+    lost: Bool[Tensor, "n I"]
 
 
 def floored(w: Tensor) -> Tensor:
@@ -97,8 +103,9 @@ def rebase(
         table[each, :, k] = torch.where(live.unsqueeze(-1), unit, table[each, :, k])
         place[each, i] = torch.where(live, k, place[each, i])
         taken[each, i] = True
-    used = (place < K).unsqueeze(-1)
-    return Rebased(table[..., :K].where(used, 0), table[..., K:].where(used, 0), place)
+    unused = place == K
+    lost = unused if left_out is None else unused & ~left_out
+    return Rebased(table[..., :K].masked_fill(unused.unsqueeze(-1), 0), table[..., K:], place, lost)
 
 
 def _times(matrix: Float[Tensor, "n a b"], x: Float[Tensor, "n b"]) -> Float[Tensor, "n a"]:
@@ -112,8 +119,12 @@ def solve_stably(
     g_z: Float[Tensor, "n K"],
     g_u: Float[Tensor, "n K"],
     g_ν: Float[Tensor, "n I"],
+    metric: Float[Tensor, "#n I I"] | None = None,
 ) -> Pulled:
-    """`pull` of each sample in the basis of its heaviest columns."""
+    """`pull` of each sample in the basis of its heaviest columns.
+
+    With `metric` R the least s is that with the least |R⁻ᵀs|.
+    """
     I, K = A.shape[-2:]
     count = max(1, _AT_A_TIME // max(1, I * (I + K)))
     found = []
@@ -123,14 +134,53 @@ def solve_stably(
         out = None if left_out is None else left_out[block]
         weights = floored(w[block])
         rebased = rebase(own, weights, out)
-        found.append(_solve(rebased, weights, g_z[block], g_u[block], g_ν[block]))
+        length = metric if metric is None or len(metric) == 1 else metric[block]
+        given = g_z[block], g_u[block], g_ν[block]
+        found.append(_solve_least(own, rebased, weights, given, length))
     return Pulled(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
+def _solve_least(
+    A: Tensor, rebased: Rebased, w: Tensor, given: tuple[Tensor, ...], metric: Tensor | None
+) -> Pulled:
+    found = _solve(rebased, w, *given)
+    index = rebased.lost.any(-1).nonzero().squeeze(-1)
+    if not len(index):
+        return found
+    if metric is None:
+        metric = torch.eye(A.shape[-2], dtype=A.dtype, device=A.device).unsqueeze(0)
+    A, metric = (x if len(x) == 1 else x[index] for x in (A, metric))
+    rebased, w = Rebased(*(x[index] for x in rebased)), w[index]
+    g_z, g_u, g_ν = (x[index] for x in given)
+    folded = _folded(rebased, w.shape[-1], metric)
+    one, zero = torch.ones_like(g_ν), torch.zeros_like(g_ν)
+    # Outputs with slope 0 ask for A g_u; what is possible of it and of g_ν is (R F)⁺R g.
+    still = w == 0
+    g = g_ν + _times(A, torch.where(still, g_u, 0))
+    g = _solve(folded, one, _times(metric, g), zero, zero).s
+    moving = rebased._replace(T=rebased.T.masked_fill(still.unsqueeze(1), 0))
+    x, s, t = _solve(moving, w, g_z, g_u, g)
+    # The least s is Rᵀ(R F)ᵀ⁺s. It is another one for outputs with slope 0.
+    s = -_times(metric.mT, _solve(folded, one, zero, zero, s).x)
+    t = torch.where(still, g_z - _times(A.mT, s), t)
+    return Pulled(*(y.index_copy(0, index, z) for y, z in zip(found, (x, s, t), strict=True)))
+
+
+def _folded(rebased: Rebased, outputs: int, metric: Tensor) -> Rebased:
+    """(R F)ᵀ, whose rows are independent."""
+    kept, E = rebased.place < outputs, rebased.E
+    # A row of E without a pivot is e_i less what makes equation i, times its diagonal.
+    made = -E / E.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
+    fold = torch.where(rebased.lost.unsqueeze(-1) & kept.unsqueeze(-2), made, 0)
+    fold = fold + torch.diag_embed(kept.to(fold.dtype))
+    fold = metric @ fold
+    return rebase(fold.mT, torch.ones_like(fold[:, 0]), ~kept)
+
+
 def _solve(rebased: Rebased, w: Tensor, g_z: Tensor, g_u: Tensor, g_ν: Tensor) -> Pulled:
-    T, E, place = rebased
+    T, E, place, _ = rebased
     K = w.shape[-1]
-    lost = place == K  # rows without a pivot
+    unused = place == K  # rows without a pivot
     at_basis = pad(g_z, (0, 1)).gather(1, place)
     based = torch.zeros_like(pad(w, (0, 1)), dtype=torch.bool).scatter(1, place, True)[:, :K]
     h = torch.where(based, 0, g_z - _times(T.mT, at_basis))
@@ -138,13 +188,13 @@ def _solve(rebased: Rebased, w: Tensor, g_z: Tensor, g_u: Tensor, g_ν: Tensor) 
     d = pad(root, (0, 1), value=1.0).gather(1, place).reciprocal()
     G = T * root.unsqueeze(1) * d.unsqueeze(-1)
     square = G @ G.mT
-    square.diagonal(dim1=-2, dim2=-1).add_(lost)
+    square.diagonal(dim1=-2, dim2=-1).add_(unused)
     moved = _times(E, g_ν)
     rhs = _times(G, root * h) + d * (_times(T, g_u) + moved)
     triangle = torch.linalg.cholesky_ex(square).L
     half = torch.linalg.solve_triangular(triangle, rhs.unsqueeze(-1), upper=False)
     half = torch.linalg.solve_triangular(triangle.mT, half, upper=True).squeeze(-1)
-    τ = torch.where(lost, 0, d * half)
+    τ = torch.where(unused, 0, d * half)
     s = _times(E.mT, at_basis + τ)
     t = h - _times(T.mT, τ)  # −τ at the basis
     x = torch.where(based, 0, g_u + w * t)

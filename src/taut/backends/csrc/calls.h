@@ -141,6 +141,8 @@
     FIELD(const double *, a)           /* N × I × K, or one for all */                  \
     FIELD(int64_t, stride)             /* of samples in `a` */                          \
     FIELD(const int8_t *, left_out)    /* N × I, equations that take no part, or NULL */ \
+    FIELD(const double *, metric)      /* N × I × I, or one for all, or NULL */         \
+    FIELD(int64_t, metric_stride)      /* of samples in `metric` */                     \
     FIELD(const double *, w)                                                            \
     FIELD(const double *, g_z)                                                          \
     FIELD(const double *, g_u)                                                          \

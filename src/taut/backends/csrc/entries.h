@@ -26,8 +26,7 @@ void VARIANT(taut_stable)(Stable *s) {
     void *memory = make_sample(&one, s->equations, s->outputs);
     while (memory) {
         int64_t n = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED);
-        if (n >= s->samples) break;
-        stable_block(s, &one, n);
+        if (n >= s->samples || !stable_block(s, &one, n)) break;
     }
     free(memory);
 }

@@ -18,12 +18,13 @@ PART void running_error(const Plan *p, Work *x, lanes *error, lanes *summed) {
     *summed = largest_sum(p, x->v, x->w, x->step);
 }
 
-/* Lane l by Gauss–Jordan; false where there is no memory for it */
+/* Lane l by Gauss–Jordan; false: left to the caller */
 PART int route(const Plan *p, const Backward *s, Work *x, int64_t first, int l) {
     if (!x->sample_memory) x->sample_memory = make_sample(&x->sample, p->kept, p->given);
     if (!x->sample_memory) return 0;
     Sample *one = &x->sample;
     const int64_t n = sample(first, l, s->samples);
+    int64_t rows = 0;
     for (int64_t k = 0; k < p->given; k++) {
         one->w[k] = x->w[k][l];
         one->g_z[k] = s->g_z ? number(s->g_z, n * p->given + k, s->single) : 0.0;
@@ -31,15 +32,17 @@ PART int route(const Plan *p, const Backward *s, Work *x, int64_t first, int l) 
     }
     for (int64_t i = 0; i < p->kept; i++) {
         const int64_t row = p->order[i];
+        rows += row >= 0;
         load_row(one, i, row < 0 ? NULL : p->a + i * p->outputs, p->given);
         one->g_v[i] = row < 0 || !s->g_multipliers
                           ? 0.0
                           : number(s->g_multipliers, n * p->constraints + row, s->single);
     }
-    solve_stably(one);
+    if (!solve_stably(one, NULL)) return 0;
     for (int64_t k = 0; k < p->given; k++) x->u[k][l] = one->x[k];
     for (int64_t i = 0; i < p->kept; i++) x->step[i][l] = one->s[i];
-    return 1;
+    /* The least s, of lost rows beside those that the plan has left out, is the caller's. */
+    return !one->lost || rows == p->constraints;
 }
 
 /* Lanes in doubt keep what Cholesky found where it is safe, see systems/pull.py, or are routed.
@@ -123,8 +126,9 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
         if (fine[l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
 }
 
-/* Samples each with its A, all by Gauss–Jordan: solve_stably of systems/stable.py */
-PART void stable_block(Stable *s, Sample *x, int64_t n) {
+/* Samples each with its A, all by Gauss–Jordan: solve_stably of systems/stable.py. False where there
+ * is no memory for one. */
+PART int stable_block(Stable *s, Sample *x, int64_t n) {
     const int64_t I = s->equations, K = s->outputs;
     memcpy(x->w, s->w + n * K, K * sizeof(double));
     memcpy(x->g_z, s->g_z + n * K, K * sizeof(double));
@@ -132,11 +136,12 @@ PART void stable_block(Stable *s, Sample *x, int64_t n) {
     memcpy(x->g_v, s->g_v + n * I, I * sizeof(double));
     for (int64_t i = 0; i < I; i++)
         load_row(x, i, s->left_out && s->left_out[n * I + i] ? NULL : s->a + n * s->stride + i * K, K);
-    solve_stably(x);
+    if (!solve_stably(x, s->metric ? s->metric + n * s->metric_stride : NULL)) return 0;
     memcpy(s->x + n * K, x->x, K * sizeof(double));
     memcpy(s->s + n * I, x->s, I * sizeof(double));
     memcpy(s->t + n * K, x->t, K * sizeof(double));
     __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
+    return 1;
 }
 
 /* Σψ(y) − yᵀv − bᵀλ + Σφ(u): see losses.py */

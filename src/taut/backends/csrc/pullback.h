@@ -135,7 +135,7 @@ PART int route_pull(const Plan *p, const Pull *s, Pulling *y, int64_t first, int
         load_row(one, i, x->orthant[i][l] == 0.0 ? NULL : p->a + i * p->outputs, p->given);
         one->g_v[i] = y->g_nu[i][l];
     }
-    solve_stably(one);
+    if (!solve_stably(one, NULL)) return 0;
     for (int64_t k = 0; k < p->given; k++) {
         y->dv[k][l] = one->x[k];
         y->t[k][l] = one->t[k];

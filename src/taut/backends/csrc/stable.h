@@ -38,36 +38,42 @@ INLINE int64_t padded(int64_t n) { return (n + FILL - 1) / FILL * FILL; }
 /* All of one sample. Rows are filled up with zeros to a multiple of FILL. */
 typedef struct {
     int64_t rows, outputs;               /* as filled up: of E and of T */
-    int64_t equations;                   /* rows of both */
+    int64_t equations, columns;          /* rows of both; outputs as they are */
     double *table;                       /* T and E side by side: equations × (outputs + rows) */
     double *made_of;                     /* the largest each entry of T has been made of; then G */
     double *triangle;                    /* Cholesky's factor of GGᵀ */
     double *w, *g_z, *g_u, *root, *x, *t; /* outputs */
     double *g_v, *s, *d, *y, *moved, *score; /* rows */
-    int64_t *place;                      /* the output that is the pivot of each row, or −1 */
+    const double **given;                /* the rows as they were loaded, or NULL */
+    int64_t *place;                      /* the output that is the pivot of each row, or below 0 */
+    int64_t lost;                        /* rows without a pivot that are not left out */
 } Sample;
+
+enum { NO_PIVOT = -1, LEFT_OUT = -2 };
 
 /* Room for a sample of so many equations and outputs; NULL where there is none. */
 static void *make_sample(Sample *x, int64_t equations, int64_t outputs) {
     int64_t K = x->outputs = padded(outputs), I = x->rows = padded(equations);
     int64_t n = x->equations = equations;
-    double *place, **parts[] = {&x->table, &x->made_of, &x->triangle, &x->w, &x->g_z, &x->g_u,
-                                &x->root,  &x->x,       &x->t,        &x->g_v, &x->s, &x->d,
-                                &x->y,     &x->moved,   &x->score,    &place};
-    int64_t sizes[] = {n * (K + I), n * K, n * I, K, K, K, K, K, K, I, I, I, I, I, I, I};
+    x->columns = outputs;
+    double *place, *given, **parts[] = {&x->table, &x->made_of, &x->triangle, &x->w,     &x->g_z, &x->g_u,
+                                        &x->root,  &x->x,       &x->t,        &x->g_v,   &x->s,   &x->d,
+                                        &x->y,     &x->moved,   &x->score,    &place,    &given};
+    int64_t sizes[] = {n * (K + I), n * K, n * I, K, K, K, K, K, K, I, I, I, I, I, I, I, I};
     const int64_t gap = GAP * LANES;
     int64_t total = 8;
-    for (int i = 0; i < 16; i++) total += sizes[i] + gap;
+    for (int i = 0; i < 17; i++) total += sizes[i] + gap;
     char *memory = malloc(total * sizeof(double));
     if (!memory) return NULL;
     double *at = (double *)(((uintptr_t)memory + 63) / 64 * 64);
-    for (int i = 0; i < 16; i++, at += gap) {
+    for (int i = 0; i < 17; i++, at += gap) {
         *parts[i] = at;
         if (i > 2) memset(at, 0, sizes[i] * sizeof *at);
         at += sizes[i];
         GUARD((void *)at);
     }
     x->place = (int64_t *)place;
+    x->given = (const double **)given;
     return memory;
 }
 
@@ -88,6 +94,8 @@ PART void load_row(Sample *x, int64_t i, const double *a, int64_t outputs) {
     for (int64_t k = 0; a && k < outputs; k++) row[k] = a[k] * scale;
     for (int64_t k = 0; k < x->outputs; k++) size[k] = fabs(row[k]);
     row[x->outputs + i] = scale;
+    x->place[i] = a ? NO_PIVOT : LEFT_OUT;
+    x->given[i] = a;
 }
 
 INLINE double inner(const double *a, const double *b, int64_t n) {
@@ -146,10 +154,7 @@ INLINE double eliminate(const Sample *x, double factor, const double *pivot, dou
 /* T and E, with the largest |T_ik|·w_k^½ of all as the next pivot */
 PART void rebase(Sample *x) {
     const int64_t length = x->outputs + x->rows, n = x->equations;
-    for (int64_t i = 0; i < n; i++) {
-        x->place[i] = -1;
-        x->score[i] = score_of(x, x->table + i * length);
-    }
+    for (int64_t i = 0; i < n; i++) x->score[i] = score_of(x, x->table + i * length);
     for (int64_t step = 0; step < n; step++) {
         int64_t i = -1, k = 0;
         for (int64_t j = 0; j < n; j++)
@@ -169,8 +174,11 @@ PART void rebase(Sample *x) {
             row[k] = 0.0;
         }
     }
-    for (int64_t i = 0; i < n; i++)
-        if (x->place[i] < 0) memset(x->table + i * length, 0, length * sizeof(double));
+    x->lost = 0;
+    for (int64_t i = 0; i < n; i++) {
+        x->lost += x->place[i] == NO_PIVOT;
+        if (x->place[i] < 0) memset(x->table + i * length, 0, x->outputs * sizeof(double));
+    }
 }
 
 /* y ← (GGᵀ)⁻¹y; a row without a pivot is one of the identity */
@@ -200,14 +208,18 @@ PART void solve_scaled(Sample *x) {
     }
 }
 
-/* x, s and t from w, g_z, g_u, g_v and the rows loaded */
-PART void solve_stably(Sample *x) {
-    const int64_t n = x->equations, K = x->outputs, I = x->rows, length = K + I;
-    for (int64_t k = 0; k < K; k++) {
+/* The basis for the rows loaded and w */
+PART void find_basis(Sample *x) {
+    for (int64_t k = 0; k < x->outputs; k++) {
         if (x->w[k] > 0 && x->w[k] < LEAST_SLOPE) x->w[k] = LEAST_SLOPE;
         x->root[k] = x->w[k] > 0 ? power_of_two(x->w[k], 2) : 0.0;
     }
     rebase(x);
+}
+
+/* x, s and t from w, g_z, g_u, g_v and the basis */
+PART void solve_in_basis(Sample *x) {
+    const int64_t n = x->equations, K = x->outputs, I = x->rows, length = K + I;
     /* h = g_z − Tᵀg_z[basis], in t */
     memcpy(x->t, x->g_z, K * sizeof(double));
     for (int64_t i = 0; i < n; i++)
@@ -241,6 +253,77 @@ PART void solve_stably(Sample *x) {
     for (int64_t i = 0; i < n; i++) x->y[i] = -x->moved[i] - inner(x->table + i * length, x->x, K);
     for (int64_t i = 0; i < n; i++)
         if (x->place[i] >= 0) x->x[x->place[i]] = x->y[i];
+}
+
+/* to ← R from, or Rᵀ from; without R a copy */
+INLINE void measure_by(const double *R, int adjoint, const double *from, double *to, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        to[i] = R ? 0.0 : from[i];
+        for (int64_t j = 0; R && j < n; j++) to[i] += R[adjoint ? j * n + i : i * n + j] * from[j];
+    }
+}
+
+/* g_v += A g_u of outputs with slope 0, of which T then knows nothing */
+PART void ask_still(Sample *x) {
+    for (int64_t k = 0; k < x->outputs; k++)
+        for (int64_t i = 0; x->w[k] == 0.0 && i < x->equations; i++) {
+            x->table[i * (x->outputs + x->rows) + k] = 0.0;
+            if (x->g_u[k] != 0.0 && x->given[i]) x->g_v[i] += x->given[i][k] * x->g_u[k];
+        }
+}
+
+/* t = g_z − Aᵀs of outputs with slope 0, with another s */
+PART void answer_still(Sample *x) {
+    for (int64_t k = 0; k < x->outputs; k++)
+        if (x->w[k] == 0.0) x->t[k] = x->g_z[k];
+    for (int64_t i = 0; i < x->equations; i++)
+        for (int64_t k = 0; x->given[i] && k < x->columns; k++)
+            if (x->w[k] == 0.0) x->t[k] -= x->given[i][k] * x->s[i];
+}
+
+/* (R F)ᵀ as the rows of `fold`: F makes lost rows of those with a pivot. See `_folded` of
+ * systems/stable.py */
+PART void load_fold(Sample *x, const double *metric, Sample *fold) {
+    const int64_t n = x->equations, length = x->outputs + x->rows;
+    for (int64_t j = 0; j < n; j++) {
+        for (int64_t i = 0; i < n; i++) {
+            const double *E = x->table + i * length + x->outputs;
+            x->d[i] = x->place[i] == NO_PIVOT ? -E[j] / E[i] : (double)(i == j);
+        }
+        measure_by(metric, 0, x->d, x->y, n);
+        load_row(fold, j, x->place[j] < 0 ? NULL : x->y, n);
+        fold->w[j] = 1.0;
+    }
+    find_basis(fold);
+}
+
+/* x, s and t from w, g_z, g_u, g_v and the rows loaded, with the least s where rows are lost; false
+ * where there is no memory for that. */
+PART int solve_stably(Sample *x, const double *metric) {
+    const int64_t n = x->equations;
+    Sample fold;
+    void *memory = NULL;
+    find_basis(x);
+    if (x->lost) {
+        memory = make_sample(&fold, n, n);
+        if (!memory) return 0;
+        load_fold(x, metric, &fold);
+        ask_still(x);
+        measure_by(metric, 0, x->g_v, fold.g_z, n);
+        solve_in_basis(&fold);
+        memcpy(x->g_v, fold.s, n * sizeof(double));
+    }
+    solve_in_basis(x);
+    if (x->lost) {
+        memset(fold.g_z, 0, n * sizeof(double));
+        memcpy(fold.g_v, x->s, n * sizeof(double));
+        solve_in_basis(&fold);
+        measure_by(metric, 1, fold.x, x->s, n);
+        for (int64_t i = 0; i < n; i++) x->s[i] = -x->s[i];
+        answer_still(x);
+    }
+    free(memory);
+    return 1;
 }
 
 #endif
