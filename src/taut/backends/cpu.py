@@ -25,6 +25,7 @@ from taut.backends.library import (
     _library,
     _structures,
     _variant,
+    called,
     run,
     structures as structures,
     variant as variant,
@@ -231,16 +232,18 @@ class Cpu:
             "b_stride": b.stride(0),
             "next": 0,
             "unsolved": n,
+            "held": 0,
             **given.values,
         }
-        unsolved = run("solve", values, n * known.work)
+        made = called("solve", values, n * known.work)
+        unsolved, held = made.unsolved, bool(made.held)
         if unsolved == n:  # perhaps for want of memory, without a look at any
             status.fill_(-1)
         if self._redundant:
             raw, A = multipliers.to(torch.float64), self._basis.map
             eps = torch.finfo(dtype).eps
             multipliers = self._basis.smallest(A, v.to(torch.float64), raw, eps).to(dtype)
-        return Outcome(z, multipliers, u, residual, iterations, status, unsolved)
+        return Outcome(z, multipliers, u, residual, iterations, status, unsolved, held)
 
     def pullback(
         self, u: Tensor, status: Tensor, grads: Sequence[Tensor | None]

@@ -138,7 +138,12 @@ def variant() -> str | None:
 
 
 def run(name: str, values: dict[str, Any] | Structure, work: int) -> int:
-    """Call C, on as many threads as torch uses; the number of samples that it leaves open.
+    """Call C; the number of samples that it leaves open."""
+    return called(name, values, work).unsolved
+
+
+def called(name: str, values: dict[str, Any] | Structure, work: int) -> Any:
+    """Call C, on as many threads as torch uses; the structure that it was given, as it left it.
 
     Each thread takes the next samples that nobody works on. `work` is in products of two numbers.
     """
@@ -158,4 +163,4 @@ def run(name: str, values: dict[str, Any] | Structure, work: int) -> int:
         function(byref(call))
     else:
         _parallel(address, byref(call), threads, 0)
-    return call.unsolved
+    return call

@@ -115,6 +115,7 @@
     FIELD(int64_t, limit)      /* of iterations */                                      \
     FIELD(int64_t, next)       /* the first sample nobody works on */                   \
     FIELD(int64_t, unsolved)   /* how many are not solved, at first all */              \
+    FIELD(int64_t, held)       /* at first 0; 1: v holds an output of a solved sample */ \
     FIELD(double, target)                                                               \
     FIELD(double, cap)         /* the rule: what CONVERGED promises */                  \
     FIELD(double, share)                                                                \
