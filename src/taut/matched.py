@@ -123,9 +123,10 @@ matched: Callable[..., Any] = direct(Matched)
 def _slow_loss(
     problem: Problem, v: Tensor, y: Tensor, multipliers: Tensor, u: Tensor
 ) -> Float[Tensor, "N"]:
-    terms = torch.addcmul(problem.prepared.activation.psi(y), y, v, value=-1)
-    # Outputs held at an end have no loss.
-    return terms.masked_fill(u.isinf(), 0).sum(-1) + problem.value(multipliers, u)
+    psi = problem.prepared.activation.psi(y)
+    terms = torch.addcmul(psi, y, v, value=-1)
+    # Outputs held at an end have no loss; a target that is none still shows.
+    return torch.where(u.isinf(), 0 * psi, terms).sum(-1) + problem.value(multipliers, u)
 
 
 def learnable(status: Tensor) -> Bool[Tensor, "*batch"]:

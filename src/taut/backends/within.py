@@ -24,6 +24,7 @@ from taut.backends.cpu import (
     run,
 )
 from taut.backends.rows import Rows, make_rows
+from taut.backends.library import called
 from taut.outcome import Outcome
 from taut.problems import Inequalities, Linear, Problem
 from taut.systems import Known
@@ -94,7 +95,7 @@ class CpuWithin:
             return Outcome.open(v, rows)
         begun = problem.start is None and problem.equations > 0
         found = self._equations(problem, rules) if begun else Outcome.open(v, rows)
-        if begun and found.failed == n:
+        if begun and found.failed == n and not problem.bounds:
             return found
         return self._within(known, problem, rules, found, begun)
 
@@ -148,13 +149,15 @@ class CpuWithin:
             "inner": min(rules.max_iterations, _INNER),
             "next": 0,
             "unsolved": n,
+            "held": 0,
             "target": max(rules.tol or 0.0, 8 * _UNIT),
         }
-        left = run("within", values, n * known.work)
+        call = called("within", values, n * known.work)
+        left, held = call.unsolved, bool(call.held)
         if left == n:  # perhaps for want of memory, without a look at any
             found.status.fill_(-1)
         made = found.z, found.multipliers, found.u, found.residual, found.iterations, found.status
-        return Outcome(*made, left)
+        return Outcome(*made, left, held)
 
     def pullback(self, u: Tensor, status: Tensor, grads: Any) -> None:
         return None

@@ -174,6 +174,7 @@
     FIELD(void *, residual)                                                             \
     FIELD(int64_t *, iterations)                                                        \
     FIELD(int64_t *, status)                                                            \
+    FIELD(int64_t, held)       /* at first 0; 1: v holds an output of a solved sample */ \
     FIELD(int64_t, begun)      /* do they hold the solution of the equations alone? */  \
     FIELD(int64_t, equations)  /* rows of A, as filled up in the plan */                \
     FIELD(int64_t, samples)                                                             \

@@ -72,7 +72,7 @@ PART lanes matched_loss_single(const Plan *p, const Work *x, const lanes *y) {
             part = choose(held, taken_by(p, x, k), part);
             size = choose(held, all(0.0), size);
         }
-        if (p->plain[k]) within &= held | ((y[k] >= low) & (y[k] <= high) & (absolute(y[k]) < INFINITY));
+        if (p->plain[k]) within &= (y[k] >= low) & (y[k] <= high) & (absolute(y[k]) < INFINITY);
         loss += part;
         if (kind != LINEAR) largest = larger(largest, (kind == TANH ? 2.0 : 1.0) * size);
         if (kind == EXP) usual &= held | (y[k] <= MOST_TIMES * x->z[k]);

@@ -147,6 +147,11 @@ INLINE lanes taken_by(const Plan *p, const Work *x, int64_t k) {
     return choose(x->u[k] > 0.0, all(highest_end(p, k)), all(lowest_end(p, k))) * sum;
 }
 
+/* Is y a number within the closed range of output k? */
+INLINE mask is_target(const Plan *p, int64_t k, lanes y) {
+    return (y >= lowest_end(p, k)) & (y <= highest_end(p, k)) & (absolute(y) < INFINITY);
+}
+
 /* Σψ(y) − yᵀv − bᵀλ + Σφ(u): see losses.py. Held outputs are left out, and b is less what they take. */
 INLINE lanes matched_loss(const Plan *p, const Work *x, const lanes *target, int64_t single) {
     lanes loss = all(0.0);
@@ -176,7 +181,7 @@ INLINE lanes matched_loss(const Plan *p, const Work *x, const lanes *target, int
         }
         lanes part = psi - y * x->v[k] + phi;
         const mask held = x->held & is_infinite(u);
-        if (any(held)) part = choose(held, taken_by(p, x, k), part);
+        if (any(held)) part = choose(held, choose(is_target(p, k, y), taken_by(p, x, k), all(NAN)), part);
         loss += part;
     }
     for (int64_t i = 0; i < p->rows; i++) loss -= x->b[i] * x->multipliers[i];

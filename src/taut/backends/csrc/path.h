@@ -68,6 +68,19 @@ PART void adjoint_path(const Path *y, const lanes *nu, lanes factor, lanes *to) 
     }
 }
 
+/* Held outputs stand still where they are held; to the path they have no bounds. */
+INLINE void hold_path(Path *y, lanes *z) {
+    Sides *x = y->x;
+    if (!any(x->held)) return;
+    set_ends(y->p, x->v, z);
+    for (int64_t k = 0; k < y->p->given; k++) {
+        const mask held = is_infinite(x->v[k]);
+        lanes inside = y->all > y->rows ? at_most(at_least(z[k], x->floor[k]), x->ceiling[k]) : z[k];
+        z[k] = choose(held, inside, z[k]);
+        x->w[k] = choose(held, all(0.0), x->w[k]);
+    }
+}
+
 /* C z where t and ν are */
 PART void evaluate_path(Path *y) {
     Sides *x = y->x;
@@ -83,6 +96,7 @@ PART void evaluate_path(Path *y) {
         x->z[k] = out.z;
         x->w[k] = out.slope;
     }
+    hold_path(y, x->z);
     apply_path(y, x->z, 1, y->r);
 }
 
@@ -92,7 +106,8 @@ PART void begin_path(Path *y, lanes most) {
     lanes far = all(0.0), steepest = all(0.0);
     y->t = y->dt = all(1.0);
     if (!y->line) {
-        for (int64_t k = 0; k < y->p->given; k++) far = larger(far, absolute(x->v[k]));
+        for (int64_t k = 0; k < y->p->given; k++)
+            far = larger(far, choose(is_infinite(x->v[k]), all(0.0), absolute(x->v[k])));
         y->t = at_most(FIRST_LOGIT / at_least(far, all(TINY)), all(1.0));
     }
     memset(y->nu, 0, y->all * sizeof *y->nu);

@@ -33,6 +33,8 @@ PART mask read_sides(const Plan *p, const Within *s, Sides *x, int64_t first) {
     read_outputs(p, x->v, s->v, first, s->samples, s->single);
     read_both_sides(p, s, x, first);
     mask fine = all(0.0) == all(0.0);
+    x->held = ~fine;
+    for (int64_t k = 0; k < p->given; k++) x->held |= is_infinite(x->v[k]);
     for (int64_t i = 0; i < p->rows; i++)
         fine &= (x->lower[i] <= x->upper[i]) & (x->lower[i] < INFINITY) & (x->upper[i] > -INFINITY);
     if (!s->floor) return fine;
@@ -57,7 +59,7 @@ PART void read_start(const Plan *p, const Within *s, Sides *x, int64_t first) {
         for (int64_t i = 0; i < p->rows; i++)
             sum += p->absolute[i * p->outputs + k] * absolute(x->nu[i]);
         far = larger(far, sum);
-        most = larger(most, absolute(x->v[k]));
+        most = larger(most, choose(is_infinite(x->v[k]), all(0.0), absolute(x->v[k])));
     }
     finite &= far <= s->rules->far * (1.0 + most);
     for (int64_t i = 0; i < p->rows; i++) {
@@ -65,6 +67,19 @@ PART void read_start(const Plan *p, const Within *s, Sides *x, int64_t first) {
                     ((x->upper[i] == INFINITY) & (x->nu[i] < 0.0));
         x->nu[i] = choose(finite & ~none, x->nu[i], all(0.0));
     }
+}
+
+/* The same beside held outputs; x->y and x->more are free here. */
+PART mask asks_for_end_beside(const Plan *p, const Within *s, const Sides *x) {
+    for (int64_t k = 0; k < p->given; k++) {
+        lanes low = all(s->lowest[k]), high = all(s->highest[k]);
+        lanes floor = s->floor ? at_least(low, x->floor[k]) : low;
+        lanes ceiling = s->floor ? at_most(high, x->ceiling[k]) : high;
+        const mask down = x->v[k] == -INFINITY, up = x->v[k] == INFINITY;
+        x->y[k] = choose(down, floor, choose(up, ceiling, low));
+        x->more[k] = choose(down, floor, choose(up, ceiling, high));
+    }
+    return meets_end(p, x->y, x->more, x->lower, x->upper, s->slack);
 }
 
 /* Where a row asks for an end of what it can come to, or for more: see held.py */
@@ -75,22 +90,31 @@ INLINE mask asks_for_end(const Plan *p, const Within *s, const Sides *x) {
         found |= x->upper[i] <= p->least[i] + s->slack * p->least_terms[i];
         found |= x->lower[i] >= p->most[i] - s->slack * p->most_terms[i];
     }
-    return found;
+    return any(x->held) ? pick_mask(x->held, asks_for_end_beside(p, s, x), found) : found;
 }
 
 /* The solution of the equations alone is in z, u and the multipliers: where it keeps the rest, that
- * is the answer. Returns the samples that it is for; `open` becomes those to work on. */
+ * is the answer. Returns the samples that it is for; `open` becomes those to work on. Where a bound
+ * holds an output, the equations alone may have none: these begin at 0. */
 PART mask begin(const Plan *p, const Within *s, Sides *x, int64_t first, mask *open) {
     mask had = *open & ~*open;
     for (int l = 0; l < LANES; l++) had[l] = -(s->status[sample(first, l, s->samples)] == 0);
     read_rows(p, x->nu, s->multipliers, p->constraints, first, s->samples, s->single);
     read_outputs(p, x->u, s->u, first, s->samples, s->single);
     read_outputs(p, x->z, s->z, first, s->samples, s->single);
+    const mask anew = x->held & ~had;
+    if (any(anew)) {
+        for (int64_t i = 0; i < p->rows; i++) x->nu[i] = choose(anew, all(0.0), x->nu[i]);
+        for (int64_t k = 0; k < p->outputs; k++) {
+            x->u[k] = choose(anew, x->v[k], x->u[k]);
+            x->z[k] = choose(anew, all(0.0), x->z[k]);
+        }
+    }
     apply_all(p, x->z, 1, x->r);
     mask kept = *open & had & keeps(p, x, 2.0 * EPS, s->equations);
     for (int64_t k = 0; s->floor && k < p->given; k++)
         kept &= (x->z[k] >= x->floor[k]) & (x->z[k] <= x->ceiling[k]);
-    *open &= had & ~kept;
+    *open &= (had | x->held) & ~kept;
     return kept;
 }
 
@@ -160,7 +184,7 @@ PART void tidy(const Plan *p, const Within *s, Sides *x, mask done, lanes level)
     lanes blur = all(0.0), fair, rough;
     mask some = done & ~done;
     for (int64_t k = 0; k < p->given; k++)
-        blur = larger(blur, absolute(x->v[k]) + absolute(x->u[k]));
+        blur = farther(blur, choose(is_infinite(x->v[k]), all(0.0), absolute(x->v[k]) + absolute(x->u[k])));
     memcpy(x->old_nu, x->nu, p->rows * sizeof *x->nu);
     for (int64_t i = 0; i < p->rows; i++) {
         mask idle = done & (x->nu[i] != 0.0) & (x->lower[i] != x->upper[i]);
@@ -219,8 +243,10 @@ INLINE mask are_finite(const Plan *p, const Within *s, const Sides *x) {
         largest = larger(largest, absolute(x->nu[i]));
         most = p->sizes[i] > most ? p->sizes[i] : most;
     }
-    for (int64_t k = 0; k < p->given; k++)
-        largest = larger(largest, larger(absolute(x->u[k]), absolute(x->z[k])));
+    for (int64_t k = 0; k < p->given; k++) {
+        lanes u = choose(is_infinite(x->v[k]), all(0.0), absolute(x->u[k])); /* it stays infinite */
+        largest = larger(largest, larger(u, absolute(x->z[k])));
+    }
     return most * largest <= s->huge;
 }
 
@@ -240,6 +266,7 @@ PART void write_answers(const Plan *p, Within *s, Sides *x, int64_t first, mask 
         if (!kept[l]) s->iterations[first + l] = (int64_t)iterations[l];
         put(s->residual, first + l, s->single, residual[l]);
         s->status[first + l] = solved[l] || kept[l] ? 0 : -1;
+        if (x->held[l] && !s->status[first + l]) __atomic_store_n(&s->held, 1, __ATOMIC_RELAXED);
         if (!s->status[first + l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
     }
 }
