@@ -23,8 +23,8 @@ from taut.backends.cpu import (
     readable,
     run,
 )
-from taut.backends.rows import Rows, make_rows
 from taut.backends.library import called
+from taut.backends.rows import Rows, make_rows
 from taut.outcome import Outcome
 from taut.problems import Inequalities, Linear, Problem
 from taut.systems import Known

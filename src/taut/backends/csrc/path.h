@@ -62,7 +62,8 @@ PART void adjoint_path(const Path *y, const lanes *nu, lanes factor, lanes *to) 
     for (int64_t k = 0; k < y->p->outputs; k += TILE) {
         adjoint(y->p, scaled, k, sum);
         for (int t = 0; t < TILE; t++) {
-            to[k + t] = factor * y->x->v[k + t] + sum[t];
+            const lanes v = y->x->v[k + t];
+            to[k + t] = choose(is_infinite(v), all(0.0), factor * v) + sum[t];
             if (y->all > y->rows) to[k + t] += nu[y->rows + k + t];
         }
     }
@@ -72,11 +73,11 @@ PART void adjoint_path(const Path *y, const lanes *nu, lanes factor, lanes *to) 
 INLINE void hold_path(Path *y, lanes *z) {
     Sides *x = y->x;
     if (!any(x->held)) return;
-    set_ends(y->p, x->v, z);
     for (int64_t k = 0; k < y->p->given; k++) {
         const mask held = is_infinite(x->v[k]);
-        lanes inside = y->all > y->rows ? at_most(at_least(z[k], x->floor[k]), x->ceiling[k]) : z[k];
-        z[k] = choose(held, inside, z[k]);
+        lanes end = choose(x->v[k] > 0.0, all(highest_end(y->p, k)), all(lowest_end(y->p, k)));
+        if (y->all > y->rows) end = at_most(at_least(end, x->floor[k]), x->ceiling[k]);
+        z[k] = choose(held, end, z[k]);
         x->w[k] = choose(held, all(0.0), x->w[k]);
     }
 }
