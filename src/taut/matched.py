@@ -60,7 +60,7 @@ class Matched(torch.autograd.Function):
         needs = ctx.needs_input_grad
         g = grads[0].unsqueeze(-1)
         dy = g * (ctx.prepared.activation.inverse(y) - v) if needs[3] else None
-        dv = z - y
+        dv, ok = z - y, None
         if not ctx.complete:
             ok = learnable(status).unsqueeze(-1)
             free = ok & ~u.isinf()  # an output that is held at an end has no gradient
@@ -68,7 +68,7 @@ class Matched(torch.autograd.Function):
             dy = None if dy is None else torch.where(free, dy, 0)
         dv, others = g * dv, (None,) * (len(needs) - 9)
         if any(needs[9:]):
-            if not ctx.complete:
+            if ok is not None:
                 # Within the range, where every function of z is a number.
                 z = torch.where(ok, z, ctx.prepared.activation.sigma(torch.zeros_like(z)))
                 g, multipliers, u = (torch.where(ok, x, 0) for x in (g, multipliers, u))

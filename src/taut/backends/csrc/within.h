@@ -93,9 +93,30 @@ INLINE mask asks_for_end(const Plan *p, const Within *s, const Sides *x) {
     return any(x->held) ? pick_mask(x->held, asks_for_end_beside(p, s, x), found) : found;
 }
 
+/* The equations alone, where a bound holds an output and they have no solution without it: a step of
+ * Newton's method from 0, which is all the way where σ is a line. */
+PART void begin_anew(const Plan *p, const Within *s, Sides *x, mask anew) {
+    mask dependent;
+    for (int64_t k = 0; k < p->outputs; k++) {
+        const mask held = is_infinite(x->v[k]);
+        Output out = activate_output(p, k, choose(held, all(0.0), x->v[k]));
+        if (s->floor) out.z = choose(held, choose(x->v[k] > 0.0, x->ceiling[k], x->floor[k]), out.z);
+        x->w[k] = choose(held, all(0.0), out.slope);
+        x->more[k] = out.z;
+    }
+    apply_all(p, x->more, 1, x->trial);
+    for (int64_t i = 0; i < p->rows; i++) {
+        const mask inside = i < s->equations && p->order[i] >= 0 ? anew : anew & ~anew;
+        x->orthant[i] = choose(inside, all(1.0), all(0.0));
+        x->change[i] = choose(inside, x->trial[i] - x->lower[i], all(0.0));
+    }
+    solve_active(p, NULL, x, s->rules, x->change, &dependent);
+    for (int64_t i = 0; i < p->rows; i++)
+        x->nu[i] = choose(anew, choose(absolute(x->step[i]) < INFINITY, -x->step[i], all(0.0)), x->nu[i]);
+}
+
 /* The solution of the equations alone is in z, u and the multipliers: where it keeps the rest, that
- * is the answer. Returns the samples that it is for; `open` becomes those to work on. Where a bound
- * holds an output, the equations alone may have none: these begin at 0. */
+ * is the answer. Returns the samples that it is for; `open` becomes those to work on. */
 PART mask begin(const Plan *p, const Within *s, Sides *x, int64_t first, mask *open) {
     mask had = *open & ~*open;
     for (int l = 0; l < LANES; l++) had[l] = -(s->status[sample(first, l, s->samples)] == 0);
@@ -104,7 +125,7 @@ PART mask begin(const Plan *p, const Within *s, Sides *x, int64_t first, mask *o
     read_outputs(p, x->z, s->z, first, s->samples, s->single);
     const mask anew = x->held & ~had;
     if (any(anew)) {
-        for (int64_t i = 0; i < p->rows; i++) x->nu[i] = choose(anew, all(0.0), x->nu[i]);
+        begin_anew(p, s, x, anew);
         for (int64_t k = 0; k < p->outputs; k++) {
             x->u[k] = choose(anew, x->v[k], x->u[k]);
             x->z[k] = choose(anew, all(0.0), x->z[k]);
