@@ -25,7 +25,6 @@ from taut.backends.library import (
     _library,
     _structures,
     _variant,
-    called,
     run,
     structures as structures,
     variant as variant,
@@ -146,7 +145,7 @@ def loss(
         "next": 0,
         "unsolved": n,
     }
-    left = run("loss", values, n * known.work)  # for want of memory
+    left = run("loss", values, n * known.work).unsolved  # for want of memory
     return None if left > 0 else loss
 
 
@@ -235,7 +234,7 @@ class Cpu:
             "held": 0,
             **given.values,
         }
-        made = called("solve", values, n * known.work)
+        made = run("solve", values, n * known.work)
         unsolved, held = made.unsolved, bool(made.held)
         if unsolved == n:  # perhaps for want of memory, without a look at any
             status.fill_(-1)
@@ -277,7 +276,7 @@ class Cpu:
             "g_z": 0 if g_z is None else g_z.data_ptr(),
             "status": status.data_ptr(),
         }
-        left = run("backward", values, n * known.work)
+        left = run("backward", values, n * known.work).unsolved
         if left == n:  # perhaps for want of memory, without a look at any
             db.fill_(torch.nan)
         if self._redundant:

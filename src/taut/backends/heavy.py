@@ -42,6 +42,6 @@ def pull_stably(
         "next": 0,
         "unsolved": n,
     }
-    if run("stable", values, n * I * I * K) > 0:
+    if run("stable", values, n * I * I * K).unsolved > 0:
         raise MemoryError("no memory left for derivatives.")
     return found

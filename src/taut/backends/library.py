@@ -137,15 +137,11 @@ def variant() -> str | None:
     return _variant or None
 
 
-def run(name: str, values: dict[str, Any] | Structure, work: int) -> int:
-    """Call C; the number of samples that it leaves open."""
-    return called(name, values, work).unsolved
+def run(name: str, values: dict[str, Any] | Structure, work: int) -> Any:
+    """Call C, on as many threads as torch uses; what it was given, as C leaves it.
 
-
-def called(name: str, values: dict[str, Any] | Structure, work: int) -> Any:
-    """Call C, on as many threads as torch uses; the structure that it was given, as it left it.
-
-    Each thread takes the next samples that nobody works on. `work` is in products of two numbers.
+    Its `unsolved` is the number of samples that are open. Each thread takes the next samples that
+    nobody works on. `work` is in products of two numbers.
     """
     function, address = _functions[name]
     call: Any = values

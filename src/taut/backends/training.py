@@ -59,7 +59,7 @@ def train(backend: Backend, step: Step, rules: Rules) -> Trained | None:
     solve.index = call.table = None
     if table is not None and index is not None:
         call.table, call.entries, solve.index = solve.start, len(table), index.data_ptr()
-    left, total = run("train", call, n * known.work), call.total
+    left, total = run("train", call, n * known.work).unsolved, call.total
     given.calls.append((solve, call))
     if left:
         return None

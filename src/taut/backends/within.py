@@ -23,7 +23,6 @@ from taut.backends.cpu import (
     readable,
     run,
 )
-from taut.backends.library import called
 from taut.backends.rows import Rows, make_rows
 from taut.outcome import Outcome
 from taut.problems import Inequalities, Linear, Problem
@@ -152,7 +151,7 @@ class CpuWithin:
             "held": 0,
             "target": max(rules.tol or 0.0, 8 * _UNIT),
         }
-        call = called("within", values, n * known.work)
+        call = run("within", values, n * known.work)
         left, held = call.unsolved, bool(call.held)
         if left == n:  # perhaps for want of memory, without a look at any
             found.status.fill_(-1)
@@ -210,6 +209,6 @@ class CpuWithin:
         values |= {name: known.values[name] for name in ("plan", "line")}
         values |= {"rules": given.values["rules"], "single": u.dtype is torch.float32}
         values |= {"samples": n, "next": 0, "unsolved": n}
-        return made, left, run("pull", values, n * known.work)
+        return made, left, run("pull", values, n * known.work).unsolved
 
     loss = loss  # b being the sides at which rows are held
