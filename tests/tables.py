@@ -262,6 +262,18 @@ def _not_finite(found: Problem) -> Problem:
     return replace(found.with_b(b, status), v=v)
 
 
+def _held(found: Problem) -> Problem:
+    """In every other sample v holds an output in five at an end of its range."""
+    outputs, samples = torch.arange(found.v.shape[-1]), torch.arange(len(found.v)).unsqueeze(-1)
+    which = ((outputs + samples) % 5 == 0) & (samples % 2 == 1)
+    ends = [x.expand(found.v.shape) for x in found.activation.range.bounds(found.v)]
+    low, high = (which & (samples % 4 == k) & x.isfinite() for k, x in ((1, ends[0]), (3, ends[1])))
+    v = found.v.masked_fill(low, -torch.inf).masked_fill(high, torch.inf)
+    y = torch.where(low, ends[0], torch.where(high, ends[1], found.y))
+    constraints = found.constraints | {"b": apply(found.A, y)}
+    return replace(found, v=v, constraints=constraints, y=y, z=y)
+
+
 @dataclass(frozen=True)
 class Regime:
     """What is hard about a problem."""
@@ -283,6 +295,7 @@ REGIMES = {
     "redundant": Regime(_redundant, planted=True),
     "ill-conditioned": Regime(conditioned(6), planted=True),
     "at the edge": Regime(end=True),
+    "held": Regime(planted=True, then=_held),
     "infeasible": Regime(then=_beyond_reach, feasible=False),
     "inconsistent": Regime(_redundant, then=_contradicted, feasible=False),
     "not finite": Regime(then=_not_finite, feasible=False),
@@ -292,9 +305,10 @@ REGIMES = {
 def has(regime: str, activation: taut.Activation) -> bool:
     """Can it be so? Nothing is out of reach where outputs are free in both directions."""
     lower, upper = activation.range.bounds(torch.zeros(K))
-    return regime not in ("infeasible", "at the edge") or bool(
-        (lower.isfinite() | upper.isfinite()).all()
-    )
+    ended = lower.isfinite() | upper.isfinite()
+    if regime == "held":
+        return bool(ended.any())
+    return regime not in ("infeasible", "at the edge") or bool(ended.all())
 
 
 def _equations(

@@ -370,7 +370,8 @@ def test_an_infinite_v_holds_its_output_without_equations():
     none = project(v, torch.zeros(0, 3), torch.zeros(0), activation="exp")
     assert torch.equal(none.z, v.exp())
     for A, b in ((None, None), (torch.ones(1, 3), torch.ones(1))):
-        clash = project(v, A, b, lower=0.1, activation="exp", on_failure="return")
+        assert project(v, A, b, lower=0.1, activation="exp").z[0, 0] == 0.1  # as of v = −1e9
+        clash = project(v, A, b, G=torch.eye(3), lower=0.1, activation="exp", on_failure="return")
         assert clash.status.tolist() == [Status.INFEASIBLE]
 
 

@@ -95,12 +95,13 @@ def test_what_is_said_is_of_the_sample_named():
 
 def test_held_outputs_are_named():
     v = torch.tensor([[0.0, 0.0, 0.0], [0.0, -INF, 0.0]])
-    found = project(v, lower=0.1, activation="exp", on_failure="return")
-    assert found.status.tolist() == [0, 2]
-    said = (
-        "In sample 1 output 1 would have to be at least 0.1 and at most 0. Proven beside output 1"
-    )
-    assert f"{said}, which is held at an end of the range: v is infinite there." in found.report()
+    A, b = torch.tensor([[0.0, 1.0, 0.0]]), torch.tensor([0.1])
+    held = "Proven beside output 1, which is held at"
+    for sides, end in (({}, "an end"), ({"upper": 2.0}, "a bound or an end")):
+        found = project(v, A, b, **sides, activation="exp", on_failure="return")
+        assert found.status.tolist() == [0, 2]
+        assert "In sample 1 equation 0 asks for 0.1;" in found.report()
+        assert f"{held} {end} of the range: v is infinite there." in found.report()
 
 
 def test_sides_that_ask_for_infinity_are_named():

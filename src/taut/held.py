@@ -92,28 +92,34 @@ def held(
     activation: Activation,
     known: Reach | None,
     eps: float,
+    bounds: tuple[Float[Tensor, "n K"], ...] = (),
 ) -> Held | None:
     """The samples with outputs that are held; None where there are none.
 
-    Everything in float64; v and the sides `asked` for, which are both b for an equation, were given
-    to `eps`; `known` is what the rows of A reach.
+    Everything is in float64; v and the sides `asked` for, which are both b for an equation, were
+    given to `eps`; `known` is what the rows of A reach, None where σ has no ends. An infinite v
+    holds its output at the end that it points to: of the range, or of the `bounds` on z.
     """
-    if known is None:
-        return None
-    suspect = (known.at_least(asked[1], eps) | known.at_most(asked[0], eps)).any(-1)
-    suspect = suspect | v.isinf().any(-1)
+    suspect = v.isinf().any(-1)
+    if known is not None:  # else no row holds any
+        at_end = known.at_least(asked[1], eps) | known.at_most(asked[0], eps)
+        suspect = suspect | at_end.any(-1)
     if not bool(suspect.any()):
         return None
     index = suspect.nonzero().squeeze(-1)
     v, A, asked = v[index], A.take(index), (asked[0][index], asked[1][index])
     lower, upper = (x.expand(v.shape) for x in activation.range.bounds(v))
-    low, high = (v == -torch.inf) & lower.isfinite(), (v == torch.inf) & upper.isfinite()
+    floor, ceiling = lower, upper
+    if bounds:
+        floor = torch.maximum(lower, bounds[0][index])
+        ceiling = torch.minimum(upper, bounds[1][index])
+    low, high = (v == -torch.inf) & floor.isfinite(), (v == torch.inf) & ceiling.isfinite()
     finite = (v.isfinite() | low | high).all(-1)
     finite = finite & ((asked[0] < torch.inf) & (asked[1] > -torch.inf)).all(-1)
     given = (low | high).any(-1)
     if not A.shared:
         finite = finite & A.data.isfinite().flatten(1).all(-1)
-    lower, upper = torch.where(high, upper, lower), torch.where(low, lower, upper)
+    lower, upper = (torch.where(low, floor, torch.where(high, ceiling, x)) for x in (lower, upper))
     lower, upper, clash = _forced(A, asked, lower, upper, _least_part(A, activation), eps)
     which = lower == upper
     # Where equations disagree about an end there is no solution: that is for others to prove.

@@ -75,7 +75,7 @@ def matched_loss(
     if outcome.failed > 0:
         warn_of_failures(solution.status)
     each, loss = loss, reduced(loss if len(shape) == 1 else loss.reshape(shape), reduction)
-    if not transforming() and (not known or isnan((loss.sum() if loss.ndim else loss).item())):
+    if not transforming() and isnan((loss.sum() if loss.ndim else loss).item()):
         check_targets(y, solution.status, problem.prepared.activation)
     if problem.prepared.unsaid and not transforming():
         look(problem, flat, solution.status, each)

@@ -39,11 +39,6 @@ class Matched(torch.autograd.Function):
         loss = problem.quick_loss(y, multipliers, u)
         if loss is None:
             loss = _slow_loss(problem, v, y, multipliers, u)
-        elif not complete:
-            # A backend knows nothing of held outputs; the other samples keep its bits.
-            index = u.isinf().any(-1).nonzero().squeeze(-1)
-            part = [x[index] for x in (v, y, multipliers, u)]
-            loss.index_copy_(0, index, _slow_loss(problem.take(index), *part))
         return loss if complete else torch.where(learnable(status), loss, 0)
 
     @staticmethod
@@ -65,20 +60,21 @@ class Matched(torch.autograd.Function):
         needs = ctx.needs_input_grad
         g = grads[0].unsqueeze(-1)
         dy = g * (ctx.prepared.activation.inverse(y) - v) if needs[3] else None
+        dv, ok = z - y, None
         if not ctx.complete:
             ok = learnable(status).unsqueeze(-1)
-            free = ok & ~u.isinf()
-            # Within the range, where every function of z is a number.
-            inside = ctx.prepared.activation.sigma(torch.zeros_like(z))
-            g, multipliers, u = (torch.where(ok, x, 0) for x in (g, multipliers, u))
-            z = torch.where(ok, z, inside)
-            y = torch.where(free, y, z)  # an output that is held at an end has no gradient
+            free = ok & ~u.isinf()  # an output that is held at an end has no gradient
+            dv = torch.where(free, dv, 0)
             dy = None if dy is None else torch.where(free, dy, 0)
-        others: Any = (None,) * (len(needs) - 9)
+        dv, others = g * dv, (None,) * (len(needs) - 9)
         if any(needs[9:]):
+            if ok is not None:
+                # Within the range, where every function of z is a number.
+                z = torch.where(ok, z, ctx.prepared.activation.sigma(torch.zeros_like(z)))
+                g, multipliers, u = (torch.where(ok, x, 0) for x in (g, multipliers, u))
             problem = ctx.kind.restored(ctx.prepared, needed)
             _, *others = problem.envelope(multipliers, u, z, g, needs[8:])
-        return None, None, None, dy, None, None, None, None, g * (z - y), *others
+        return None, None, None, dy, None, None, None, None, dv, *others
 
     @staticmethod
     def jvp(ctx: Any, _kind: None, _complete: None, _found: None, ty: Any, *moves: Any) -> Tensor:
@@ -127,9 +123,10 @@ matched: Callable[..., Any] = direct(Matched)
 def _slow_loss(
     problem: Problem, v: Tensor, y: Tensor, multipliers: Tensor, u: Tensor
 ) -> Float[Tensor, "N"]:
-    terms = torch.addcmul(problem.prepared.activation.psi(y), y, v, value=-1)
-    # Outputs held at an end have no loss.
-    return terms.masked_fill(u.isinf(), 0).sum(-1) + problem.value(multipliers, u)
+    psi = problem.prepared.activation.psi(y)
+    terms = torch.addcmul(psi, y, v, value=-1)
+    # Outputs held at an end have no loss; a target that is none still shows.
+    return torch.where(u.isinf(), 0 * psi, terms).sum(-1) + problem.value(multipliers, u)
 
 
 def learnable(status: Tensor) -> Bool[Tensor, "*batch"]:

@@ -85,10 +85,8 @@ def _unlike(problem: Problem, outcome: Outcome, samples: Tensor) -> list[int]:
 
 def at_ends(problem: Problem, least: Tensor, most: Tensor) -> tuple[Tensor, Tensor]:
     """Between what z may be: an infinite v holds its output at the end that it points to."""
-    v = problem.inputs[0].detach().to(least.dtype)
-    floor, ceiling = problem.prepared.activation.range.bounds(v)
-    least = torch.where(v == torch.inf, torch.maximum(least, ceiling), least)
-    return least, torch.where(v == -torch.inf, torch.minimum(most, floor), most)
+    v = problem.inputs[0].detach()
+    return torch.where(v == torch.inf, most, least), torch.where(v == -torch.inf, least, most)
 
 
 @final
@@ -149,15 +147,16 @@ def _joined(words: Sequence[str]) -> str:
 
 
 def _held(problem: Linear | Inequalities) -> str:
-    v, (lower, upper) = problem.v[0], problem.prepared.activation.range.bounds(problem.v[0])
-    which = (v.isneginf() & lower.isfinite()) | (v.isposinf() & upper.isfinite())
+    v, (*_, lower, upper) = problem.v[0], problem.sides
+    which = (v.isneginf() & lower[0].isfinite()) | (v.isposinf() & upper[0].isfinite())
     outputs = which.nonzero().squeeze(-1).tolist()
     if not outputs:
         return ""
     are, more = "are" if len(outputs) > 1 else "is", outputs[_FEW:]
     named = [str(i) for i in outputs[:_FEW]] + ([f"{len(more)} more"] if more else [])
     what = f"output{'s' if len(outputs) > 1 else ''} {_joined(named)}"
-    return f" Proven beside {what}, which {are} held at an end of the range: v is infinite there."
+    end = "a bound or an end" if getattr(problem, "bounds", ()) else "an end"
+    return f" Proven beside {what}, which {are} held at {end} of the range: v is infinite there."
 
 
 def _as_far_as(rows: _Rows, ν: Tensor) -> str:

@@ -111,7 +111,7 @@ class Backend(Protocol):
     def loss(
         self, v: Tensor, b: Tensor, y: Tensor, u: Tensor, multipliers: Tensor
     ) -> Float[Tensor, "N"] | None:
-        """Σψ(y) − yᵀv + D(λ) of each sample without held outputs, or None."""
+        """Σψ(y) − yᵀv + D(λ) of each sample, less what is of held outputs, or None."""
         ...
 
 

@@ -109,7 +109,7 @@ def loss(
     if found is None:
         return None
     call, made = found
-    left = run("loss", call, n * known.work)  # for want of memory
+    left = run("loss", call, n * known.work).unsolved  # for want of memory
     return None if left > 0 else made[0]
 
 
@@ -201,14 +201,15 @@ class Cpu:
         call |= given.values
         if left_out is not None:
             call["limit"] = min(rules.max_iterations, _LONG)
-        unsolved = run("solve", call, n * known.work)
+        done = run("solve", call, n * known.work)
+        unsolved, held = done.unsolved, bool(done.held)
         if unsolved == n:  # perhaps for want of memory, without a look at any
             status.fill_(-1)
         if self._redundant:
             raw, A = multipliers.to(torch.float64), self._basis.map
             eps = torch.finfo(dtype).eps
             multipliers = self._basis.smallest(A, v.to(torch.float64), raw, eps).to(dtype)
-        return Outcome(z, multipliers, u, residual, iterations, status, unsolved)
+        return Outcome(z, multipliers, u, residual, iterations, status, unsolved, held)
 
     def pullback(
         self, u: Tensor, status: Tensor, grads: Sequence[Tensor | None]
@@ -226,7 +227,7 @@ class Cpu:
             return None
         call, (dv, db) = found
         call["rules"] = given.values["rules"]
-        left = run("backward", call, n * known.work)
+        left = run("backward", call, n * known.work).unsolved
         if left == n:  # perhaps for want of memory, without a look at any
             db.fill_(torch.nan)
         if self._redundant:

@@ -36,7 +36,7 @@ def pull_stably(
     if found is None:
         return solve_stably(A, w, left_out, g_z, g_u, g_ν, metric)
     call, made = found
-    if run("stable", call, n * I * I * K) > 0:
+    if run("stable", call, n * I * I * K).unsolved > 0:
         raise MemoryError("no memory left for derivatives.")
     return Pulled(*made)
 

@@ -153,10 +153,11 @@ def variant() -> str | None:
     return _variant or None
 
 
-def run(name: str, values: dict[str, Any] | Structure, work: int) -> int:
-    """Call C, on as many threads as torch uses; the number of samples that it leaves open.
+def run(name: str, values: dict[str, Any] | Structure, work: int) -> Any:
+    """Call C, on as many threads as torch uses; what it was given, as C leaves it.
 
-    Each thread takes the next samples that nobody works on. `work` is in products of two numbers.
+    Its `unsolved` is the number of samples that are open. Each thread takes the next samples that
+    nobody works on. `work` is in products of two numbers.
     """
     function, address = _functions[name]
     call: Any = values
@@ -176,4 +177,4 @@ def run(name: str, values: dict[str, Any] | Structure, work: int) -> int:
         function(byref(call))
     else:
         _parallel(address, byref(call), threads, 0)
-    return call.unsolved
+    return call

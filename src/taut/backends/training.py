@@ -66,7 +66,7 @@ def train(backend: Backend, step: Step, rules: Rules) -> Trained | None:
         call.table, solve.index = at["table"], at["index"]
     else:
         solve.start = at.get("start")
-    left, total = run("train", call, n * known.work), call.total
+    left, total = run("train", call, n * known.work).unsolved, call.total
     given.calls.append((solve, call))
     if left:
         return None

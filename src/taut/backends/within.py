@@ -82,7 +82,7 @@ class CpuWithin:
             return Outcome.open(v, rows)
         begun = problem.start is None and problem.equations > 0
         found = self._equations(problem, rules) if begun else Outcome.open(v, rows)
-        if begun and found.failed == n:
+        if begun and found.failed == n and not problem.bounds:
             return found
         return self._within(known, problem, rules, found, begun)
 
@@ -131,11 +131,12 @@ class CpuWithin:
         call["begun"], call["target"] = begun, max(rules.tol or 0.0, 8 * _UNIT)
         call["limit"] = min(rules.max_iterations, rules.first)
         call["inner"] = min(rules.max_iterations, _INNER)
-        left = run("within", call, n * known.work)
+        done = run("within", call, n * known.work)
+        left, held = done.unsolved, bool(done.held)
         if left == n:  # perhaps for want of memory, without a look at any
             found.status.fill_(-1)
         made = found.z, found.multipliers, found.u, found.residual, found.iterations, found.status
-        return Outcome(*made, left)
+        return Outcome(*made, left, held)
 
     def pullback(self, u: Tensor, status: Tensor, grads: Any) -> None:
         return None
@@ -178,7 +179,7 @@ class CpuWithin:
         call, made = found[0], dict(zip(wanted, found[1], strict=True))
         left = made["left"].fill_(True)
         call["rules"] = (self._given.get(dtype) or Given.of(USUAL, dtype)).values["rules"]
-        count = run("pull", call, n * known.work)
+        count = run("pull", call, n * known.work).unsolved
         others = (made.get(name) for name in names[: len(sides)])
         return [made["dv"], None, *others], left, count
 

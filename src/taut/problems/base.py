@@ -52,10 +52,11 @@ class Problem(ABC):
         return "what they give is not"
 
     def unusable(self, name: str, x: Tensor) -> Tensor:
-        """Where x holds what is not a number. An infinite v at a finite end holds its output."""
+        """Where x holds what is not a number. An infinite v at a finite end, of the range or of
+        the bounds on z, holds its output."""
         if name != "v":
             return ~x.isfinite()
-        lower, upper = self.prepared.activation.range.bounds(x)
+        *_, lower, upper = self.sides
         return ~(
             x.isfinite() | (x.isneginf() & lower.isfinite()) | (x.isposinf() & upper.isfinite())
         )

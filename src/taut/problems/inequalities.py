@@ -132,11 +132,12 @@ class Inequalities(Problem):
     def _clipped(self, u: Tensor) -> tuple[Bool[Tensor, "N K"], Bool[Tensor, "N K"]]:
         """Which outputs are held at their floor, and which at their ceiling."""
         floor, ceiling = self.bounds
-        z, held = self.prepared.activation.sigma(u), u.isinf()
-        return (z < floor) & ~held, (z > ceiling) & ~held
+        z = self.prepared.activation.sigma(u)
+        return z < floor, z > ceiling
 
     def _sides_of_z(self, u: Tensor) -> tuple[Bool[Tensor, "N K"], Bool[Tensor, "N K"]]:
-        """`_clipped` for derivatives: an output with equal bounds is held, by its floor."""
+        """`_clipped` for derivatives: an output with equal bounds is held, by its floor; but not
+        one that an infinite u holds at an end of the range."""
         low, high = self._clipped(u)
         fixed = (self.bounds[0] == self.bounds[1]) & ~u.isinf()
         return low | fixed, high & ~fixed
@@ -162,7 +163,7 @@ class Inequalities(Problem):
             safe = torch.where(low | high, z, activation.sigma(torch.zeros_like(u)))
             phi = torch.where(low | high, z * u - activation.psi(safe), phi)
         # Held outputs are left out of D, and what they take of the sides with them.
-        taken = activation.sigma(u) * self.C.adjoint(multipliers)
+        taken = self.output(u) * self.C.adjoint(multipliers)
         phi = torch.where(held, taken, phi)
         side = torch.where(self._at_lower(multipliers), self.lower, self.upper)
         paid = torch.where(multipliers != 0, side * multipliers, 0)
@@ -183,7 +184,8 @@ class Inequalities(Problem):
     ) -> tuple[Tensor | None, ...]:
         """∂v = z, ∂C = ν zᵀ, ∂lower = −ν⁺, ∂upper = ν⁻, and u − ψ'(z) for the bound of a clipped z.
 
-        Where lower = upper, all goes to lower.
+        Where lower = upper, all goes to lower. With an infinite v, what z takes of the sides is
+        all there is: Cᵀν for its bound.
         """
         weighted = g * multipliers
         dC = self.C.outer(weighted, z) if needs[1] else None
@@ -193,7 +195,9 @@ class Inequalities(Problem):
             return g * z, dC, *sides
         low, high = self._sides_of_z(u)
         bound = torch.where(low | high, z, self.prepared.activation.sigma(torch.zeros_like(u)))
-        pull = g * (u - self.prepared.activation.inverse(bound))
+        held, inverse = u.isinf(), self.prepared.activation.inverse(bound)
+        pull = torch.where(held, 0, u) - inverse
+        pull = g * torch.where(held, self.C.adjoint(multipliers), pull)
         return g * z, dC, *sides, torch.where(low, pull, 0), torch.where(high, pull, 0)
 
     def pullback(
@@ -230,13 +234,15 @@ class Inequalities(Problem):
         self, multipliers: Tensor, u: Tensor, status: Tensor, grads: Any, needs: Any
     ) -> tuple[Tensor | None, ...]:
         ok, dtype = (status == Status.CONVERGED).unsqueeze(-1), u.dtype
-        held = u.isinf()
+        held = end = u.isinf()
+        if self.bounds:  # z at a bound has the gradient of that bound
+            end = held & ~torch.logical_or(*self._clipped(u))
         blank = torch.zeros_like(multipliers, dtype=torch.bool)
         g_z, g_ν, g_u = (
             torch.zeros_like(x, dtype=wide(x))
             if g is None
             else torch.where(ok & ~out, g, 0).to(wide(x))
-            for g, x, out in zip(grads, (u, multipliers, u), (held, blank, held), strict=True)
+            for g, x, out in zip(grads, (u, multipliers, u), (end, blank, held), strict=True)
         )
         C, mask = self._finite(), self._active(ok, multipliers)
         ν, u = (torch.where(ok, x, 0).to(wide(x)) for x in (multipliers, u))

@@ -13,6 +13,7 @@ from taut.maps import as_map
 from taut.outcome import Outcome, Status
 from taut.problems import Inequalities, Linear
 from taut.solvers.base import Task, leave, relative, usable
+from taut.systems import wide
 
 _ROOM = 2**24  # entries of all A at a time
 _FAR = 1e8
@@ -25,13 +26,17 @@ def held_outputs(problem: Linear | Inequalities, lower: Tensor, upper: Tensor) -
     """
     prepared = problem.prepared
     rows, columns = prepared.map.shape
-    known = prepared.reach() if rows * columns <= _ROOM else None
-    if known is None or (prepared.map.shared and not prepared.finite):
+    bounds = problem.bounds if isinstance(problem, Inequalities) else ()
+    if rows * columns > _ROOM or (prepared.map.shared and not prepared.finite):
         return None
-    dtype, eps = known.least.dtype, torch.finfo(problem.v.dtype).eps
+    known = prepared.reach()
+    if known is None and not (bounds and bool(problem.v.isinf().any())):
+        return None
+    dtype, eps = wide(problem.v), torch.finfo(problem.v.dtype).eps
     A = prepared.map.over(problem.data.to(dtype))
     asked = lower.to(dtype), upper.to(dtype)
-    return held(A, problem.v.to(dtype), asked, prepared.activation, known, eps)
+    bounds = tuple(x.to(dtype) for x in bounds)
+    return held(A, problem.v.to(dtype), asked, prepared.activation, known, eps, bounds)
 
 
 def by_backend(problem: Linear, found: Held, rules: Rules) -> tuple[Outcome, Bool[Tensor, "n"]]:

@@ -74,6 +74,14 @@ class _Ends(NamedTuple):
             return torch.zeros((), dtype=torch.bool)
         return (~self.end.isnan() & self.given.isnan()).any(-1)
 
+    def moved(self, problem: Inequalities) -> Bool[Tensor, "*n"]:
+        """Samples in which v holds an output at a bound, not at the end of the range."""
+        if self.given is None or not problem.bounds:
+            return torch.zeros((), dtype=torch.bool)
+        lower, upper = problem.prepared.activation.range.bounds(self.given)
+        end = torch.where(problem.v > 0, upper, lower)
+        return (~self.given.isnan() & (self.given != end)).any(-1)
+
 
 def _equations_first(
     problem: Inequalities, outcome: Outcome, equations: Equations
@@ -90,7 +98,8 @@ def _equations_first(
     good = sides.keeps(z, 2 * EPS, problem.equations)
     good = good & (sides.clip(z) == z).all(-1) & ~_empty(sides)
     kept = (first.status == Status.CONVERGED) & good & ~held.forced
-    decided = kept | (first.status == Status.INFEASIBLE) | (first.status == Status.INCONSISTENT)
+    refuted = (first.status == Status.INFEASIBLE) | (first.status == Status.INCONSISTENT)
+    decided = kept | (refuted & ~held.moved(problem))  # else with this output somewhere else
     index = decided.nonzero().squeeze(-1)
     first = replace(first, multipliers=multipliers, residual=problem.largest_violation(first.z))
     outcome = outcome.write(index, first.take(index))
@@ -284,7 +293,9 @@ def _outcome(
     if held.end is not None:
         which = ~held.end.isnan()
         upper = problem.prepared.activation.range.bounds(held.end)[1]
-        u = torch.where(which, torch.where(held.end == upper, torch.inf, -torch.inf), u)
+        side = torch.where(held.end == upper, torch.inf, -torch.inf)
+        side = torch.where(problem.v.isinf(), problem.v.to(side.dtype), side)
+        u = torch.where(which, side, u)
     multipliers, u, z = (x.to(dtype) for x in (multipliers, u, z))
     fits = multipliers.isfinite().all(-1) & z.isfinite().all(-1)
     fits = fits & sides.C.abs().apply(solved.point.z.abs()).to(dtype).isfinite().all(-1)

@@ -116,6 +116,7 @@
     FIELD(int64_t, limit)      /* of iterations */                                      \
     FIELD(int64_t, next)       /* the first sample nobody works on */                   \
     FIELD(int64_t, unsolved)   /* how many are not solved, at first all */              \
+    FIELD(int64_t, held)       /* at first 0; 1: v holds an output of a solved sample */ \
     FIELD(double, target)                                                               \
     FIELD(double, cap)         /* the rule: what CONVERGED promises */                  \
     FIELD(double, share)                                                                \
@@ -176,6 +177,7 @@
     FIELD(void *, residual)                                                             \
     FIELD(int64_t *, iterations)                                                        \
     FIELD(int64_t *, status)                                                            \
+    FIELD(int64_t, held)       /* at first 0; 1: v holds an output of a solved sample */ \
     FIELD(int64_t, begun)      /* do they hold the solution of the equations alone? */  \
     FIELD(int64_t, equations)  /* rows of A, as filled up in the plan */                \
     FIELD(int64_t, samples)                                                             \

@@ -66,10 +66,16 @@ PART lanes matched_loss_single(const Plan *p, const Work *x, const lanes *y) {
         const Kind kind = p->kind[k];
         const double low = kind == TANH ? -1.0 : kind == LINEAR ? -INFINITY : 0.0;
         const double high = kind == SIGMOID || kind == TANH ? 1.0 : INFINITY;
+        const mask held = x->held & is_infinite(x->u[k]);
+        lanes part = y[k] * (x->u[k] - x->v[k]), size = absolute(x->u[k]);
+        if (any(held)) { /* it is left out: see matched_loss */
+            part = choose(held, taken_by(p, x, k), part);
+            size = choose(held, all(0.0), size);
+        }
         if (p->plain[k]) within &= (y[k] >= low) & (y[k] <= high) & (absolute(y[k]) < INFINITY);
-        loss += y[k] * (x->u[k] - x->v[k]);
-        if (kind != LINEAR) largest = larger(largest, (kind == TANH ? 2.0 : 1.0) * absolute(x->u[k]));
-        if (kind == EXP) usual &= y[k] <= MOST_TIMES * x->z[k];
+        loss += part;
+        if (kind != LINEAR) largest = larger(largest, (kind == TANH ? 2.0 : 1.0) * size);
+        if (kind == EXP) usual &= held | (y[k] <= MOST_TIMES * x->z[k]);
         usual &= all(p->plain[k]) != 0.0;
     }
     usual &= largest <= MOST_U;
@@ -77,8 +83,8 @@ PART lanes matched_loss_single(const Plan *p, const Work *x, const lanes *y) {
     for (int64_t k = 0; k < p->given;) {
         const int two = k + 1 < p->given && p->kind[k] == p->kind[k + 1];
         singles found = divergence(p->kind[k], x, y, k, k + two);
-        loss += widened(found, 0);
-        if (two) loss += widened(found, 1);
+        loss += choose(x->held & is_infinite(x->u[k]), all(0.0), widened(found, 0));
+        if (two) loss += choose(x->held & is_infinite(x->u[k + 1]), all(0.0), widened(found, 1));
         k += 1 + two;
     }
     loss = choose(within, loss, all(NAN));

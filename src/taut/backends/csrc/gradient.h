@@ -26,9 +26,10 @@ PART int route(const Plan *p, const Backward *s, Work *x, int64_t first, int l) 
     const int64_t n = sample(first, l, s->samples);
     int64_t rows = 0;
     for (int64_t k = 0; k < p->given; k++) {
+        const int64_t at = n * p->given + k, held = isinf(number(s->u, at, s->single));
         one->w[k] = x->w[k][l];
-        one->g_z[k] = s->g_z ? number(s->g_z, n * p->given + k, s->single) : 0.0;
-        one->g_u[k] = s->g_u ? number(s->g_u, n * p->given + k, s->single) : 0.0;
+        one->g_z[k] = s->g_z && !held ? number(s->g_z, at, s->single) : 0.0;
+        one->g_u[k] = s->g_u && !held ? number(s->g_u, at, s->single) : 0.0;
     }
     for (int64_t i = 0; i < p->kept; i++) {
         const int64_t row = p->order[i];
@@ -50,12 +51,9 @@ PART int route(const Plan *p, const Backward *s, Work *x, int64_t first, int l) 
 PART mask route_doubtful(const Plan *p, const Backward *s, Work *x, int64_t first, mask doubt,
                          mask fine, lanes found) {
     lanes error, summed;
-    mask held = doubt & ~doubt; /* an output at an end of its range: left to the caller */
-    for (int l = 0; l < LANES; l++)
-        for (int64_t k = 0; doubt[l] && k < p->given; k++)
-            if (isinf(number(s->u, sample(first, l, s->samples) * p->given + k, s->single)))
-                held[l] = -1;
-    doubt &= ~held;
+    /* Without the held outputs equations may depend on each other: left to the caller. */
+    const mask left = doubt & x->held & ~fine;
+    doubt &= ~left;
     if (!p->inverse) {
         running_error(p, x, &error, &summed);
         doubt &= ~(fine & (found >= p->safe * error * summed));
@@ -63,7 +61,7 @@ PART mask route_doubtful(const Plan *p, const Backward *s, Work *x, int64_t firs
     fine = doubt | ~doubt;
     for (int l = 0; l < LANES && first + l < s->samples; l++)
         if (doubt[l]) fine[l] = -route(p, s, x, first, l);
-    return fine & ~held;
+    return fine & ~left;
 }
 
 /* s = (A diag(w) Aᵀ)⁻¹(A g + g_λ), ∂v = g − w∘Aᵀs, with g = g_u + w∘g_z: see problems/linear.py */
@@ -72,7 +70,9 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     lanes least = all(INFINITY), most = all(0.0), found = all(0.0);
     for (int l = 0; l < LANES; l++) live[l] = -(s->status[sample(first, l, s->samples)] == 0);
     read_outputs(p, x->u, s->u, first, s->samples, s->single);
+    x->held = live & ~live;
     for (int64_t k = 0; k < p->given; k++) {
+        x->held |= live & is_infinite(x->u[k]);
         lanes w = activate_output(p, k, choose(live, x->u[k], all(0.0))).slope;
         least = at_most(w, least);
         most = at_least(w, most);
@@ -84,6 +84,7 @@ PART void backward_block(const Plan *p, Backward *s, Work *x, int64_t first) {
     for (int64_t k = 0; k < p->outputs; k++) {
         lanes g = s->g_u ? x->v[k] : all(0.0);
         if (s->g_z) g += x->w[k] * x->z[k];
+        if (any(x->held)) g = choose(is_infinite(x->u[k]), all(0.0), g);
         x->v[k] = choose(live, g, all(0.0));
     }
     for (int64_t i = 0; i < p->rows; i += TILE) apply(p, x->v, i, 1, x->step + i);
@@ -144,7 +145,19 @@ PART int stable_block(Stable *s, Sample *x, int64_t n) {
     return 1;
 }
 
-/* Σψ(y) − yᵀv − bᵀλ + Σφ(u): see losses.py */
+/* What a held output takes of b: z·(Aᵀλ) */
+INLINE lanes taken_by(const Plan *p, const Work *x, int64_t k) {
+    lanes sum = all(0.0);
+    for (int64_t i = 0; i < p->rows; i++) sum += p->a[i * p->outputs + k] * x->multipliers[i];
+    return choose(x->u[k] > 0.0, all(highest_end(p, k)), all(lowest_end(p, k))) * sum;
+}
+
+/* Is y a number within the closed range of output k? */
+INLINE mask is_target(const Plan *p, int64_t k, lanes y) {
+    return (y >= lowest_end(p, k)) & (y <= highest_end(p, k)) & (absolute(y) < INFINITY);
+}
+
+/* Σψ(y) − yᵀv − bᵀλ + Σφ(u): see losses.py. Held outputs are left out, and b is less what they take. */
 INLINE lanes matched_loss(const Plan *p, const Work *x, const lanes *target, int64_t single) {
     lanes loss = all(0.0);
     for (int64_t k = 0; k < p->given; k++) {
@@ -171,7 +184,10 @@ INLINE lanes matched_loss(const Plan *p, const Work *x, const lanes *target, int
             psi = size * negative_entropy(kind, z);
             phi = p->shift[k] * u + size * integral(kind, u / p->temperature[k]);
         }
-        loss += psi - y * x->v[k] + phi;
+        lanes part = psi - y * x->v[k] + phi;
+        const mask held = x->held & is_infinite(u);
+        if (any(held)) part = choose(held, choose(is_target(p, k, y), taken_by(p, x, k), all(NAN)), part);
+        loss += part;
     }
     for (int64_t i = 0; i < p->rows; i++) loss -= x->b[i] * x->multipliers[i];
     return loss;
@@ -181,6 +197,7 @@ PART void loss_block(const Plan *p, Loss *s, Work *x, int64_t first) {
     read_outputs(p, x->v, s->v, first, s->samples, s->single);
     read_outputs(p, x->z, s->y, first, s->samples, s->single);
     read_outputs(p, x->u, s->u, first, s->samples, s->single);
+    x->held = all(0.0) == all(0.0);
     read_rows(p, x->b, s->b, s->b_stride, first, s->samples, s->single);
     read_rows(p, x->multipliers, s->multipliers, p->constraints, first, s->samples, s->single);
     lanes loss = matched_loss(p, x, x->z, s->single);

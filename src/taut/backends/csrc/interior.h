@@ -140,8 +140,9 @@ PART lanes judge_length(Path *y, lanes length, mask open) {
         for (int64_t k = 0; k < y->p->outputs; k++) {
             lanes z = activate_output(y->p, k, x->u[k] + length * x->old_u[k]).z;
             x->more[k] = z;
-            x->y[k] = absolute(z);
         }
+        hold_path(y, x->more);
+        for (int64_t k = 0; k < y->p->outputs; k++) x->y[k] = absolute(x->more[k]);
         apply_path(y, x->more, 1, off);
         apply_path(y, x->y, 0, y->goal_high);
         for (int64_t i = 0; i < y->all; i++) {
@@ -164,7 +165,8 @@ PART void step_path(Path *y, mask open) {
     Sides *x = y->x;
     if (!y->line) {
         y->dt = smaller(y->t * (FASTER - 1.0), 1.0 - y->t);
-        for (int64_t k = 0; k < y->p->outputs; k++) x->more[k] = y->dt * x->w[k] * x->v[k];
+        for (int64_t k = 0; k < y->p->outputs; k++)
+            x->more[k] = choose(is_infinite(x->v[k]), all(0.0), y->dt * x->w[k] * x->v[k]);
         apply_path(y, x->more, 1, y->moved);
     }
     factorise_path(y);
@@ -252,8 +254,9 @@ PART mask find_by_path(const Plan *p, const Within *s, Sides *x, Path *y, mask w
         y->upper[i] = x->upper[E + i] / y->norm[i];
     }
     for (int64_t k = 0; k < y->all - y->rows; k++) {
-        y->lower[y->rows + k] = x->floor[k];
-        y->upper[y->rows + k] = x->ceiling[k];
+        const mask held = is_infinite(x->v[k]);
+        y->lower[y->rows + k] = choose(held, all(-INFINITY), x->floor[k]);
+        y->upper[y->rows + k] = choose(held, all(INFINITY), x->ceiling[k]);
     }
     if (line) { /* at λ, and without the rest of the residual of the equations */
         memset(x->nu + E, 0, y->rows * sizeof *x->nu);

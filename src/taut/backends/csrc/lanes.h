@@ -74,6 +74,10 @@ INLINE lanes at_most(lanes x, lanes high) { return choose(x > high, high, x); }
 INLINE lanes within(mask m, lanes x) { return choose(m, x, all(0.0)); }
 INLINE lanes smaller(lanes x, lanes y) { return choose(x < y, x, y); }
 INLINE lanes larger(lanes x, lanes y) { return choose((x >= y) | (x != x), x, y); }
+/* The same, but a y that is NaN, as ∞ − ∞ is, is left out. */
+INLINE lanes farther(lanes x, lanes y) { return choose(y > x, y, x); }
+INLINE mask is_infinite(lanes x) { return absolute(x) == INFINITY; }
+INLINE mask pick_mask(mask m, mask yes, mask no) { return (m & yes) | (~m & no); }
 
 /* x = n·log 2 + r with |r| ≤ log(2)/2; returns e^r − 1, and 2^n as the product of two factors,
  * each of which is a number where their product is not. */

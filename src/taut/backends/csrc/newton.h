@@ -114,7 +114,8 @@ PART void lower(const Plan *p, const Solve *s, Work *x, mask lost) {
     for (int attempt = -1; attempt < 3; attempt++) { /* first as it is */
         for (int64_t i = 0; i < p->kept && attempt >= 0; i++) x->trial[i] = all(0.0);
         if (attempt > 0) {
-            for (int64_t k = 0; k < p->outputs; k++) x->z[k] = -(x->v[k] + shift);
+            for (int64_t k = 0; k < p->outputs; k++)
+                x->z[k] = choose(is_infinite(x->v[k]), all(0.0), -(x->v[k] + shift));
             for (int64_t i = 0; i < p->kept; i += TILE) apply(p, x->z, i, 1, x->trial + i);
             multiply(p, p->flat, x->trial, x->y);
         }
@@ -128,8 +129,9 @@ PART void lower(const Plan *p, const Solve *s, Work *x, mask lost) {
         for (int64_t i = 0; i < p->kept; i++)
             x->step[i] = choose(better, x->multipliers[i], x->step[i]);
         if (attempt < 1) continue;
-        shift = x->u[0];
-        for (int64_t k = 1; k < p->given; k++) shift = larger(shift, x->u[k]);
+        shift = all(-INFINITY);
+        for (int64_t k = 0; k < p->given; k++)
+            shift = choose(is_infinite(x->v[k]), shift, larger(shift, x->u[k]));
     }
     memcpy(x->multipliers, x->step, p->kept * sizeof *x->step);
     evaluate(p, s, x);
@@ -159,7 +161,7 @@ INLINE lanes off(const Plan *p, const Work *x, int64_t i) {
 PART void lift(const Plan *p, const Solve *s, Work *x, mask which) {
     lanes terms[TILE], least = x->w[0];
     for (int64_t k = 1; k < p->given; k++) least = at_most(least, x->w[k]);
-    which &= least <= VANISHED;
+    which &= (least <= VANISHED) & ~x->held;
     if (!any(which)) return;
     for (int time = 0; time < LIFTS; time++) {
         mask sunk = which & ~which;
@@ -260,7 +262,7 @@ PART void settle(const Plan *p, const Solve *s, Work *x, mask *which) {
             adjoint(p, x->step, k, sum);
             for (int t = 0; t < TILE; t++) {
                 lanes by = x->w[k + t] * sum[t], u = x->u[k + t] + sum[t];
-                lanes spread = x->w[k + t] * (absolute(x->u[k + t]) + absolute(x->v[k + t]));
+                lanes spread = rounded(x, k + t);
                 fine &= absolute(by) <= 8.0 * s->rules->unit * (absolute(x->z[k + t]) + spread);
                 lanes z = at_least(x->z[k + t] + by, all(p->lower[k + t]));
                 x->z[k + t] = choose(fine, at_most(z, all(p->upper[k + t])), x->z[k + t]);
@@ -274,7 +276,7 @@ PART void settle(const Plan *p, const Solve *s, Work *x, mask *which) {
     }
     for (int64_t k = 0; k < p->outputs; k++) { /* where σ is flat, u may have moved far */
         lanes off = absolute(activate_output(p, k, x->u[k]).z - x->z[k]);
-        lanes spread = x->w[k] * (absolute(x->u[k]) + absolute(x->v[k]));
+        lanes spread = rounded(x, k);
         fine &= off <= 16.0 * s->rules->unit * (absolute(x->z[k]) + spread);
     }
     sizes_of_outputs(p, x);
@@ -288,13 +290,26 @@ INLINE mask at_end(const Plan *p, const Solve *s, const Work *x) {
         found |= x->b[i] <= p->least[i] + s->slack * p->least_terms[i];
         found |= x->b[i] >= p->most[i] - s->slack * p->most_terms[i];
     }
-    return found;
+    if (!any(x->held)) return found;
+    return pick_mask(x->held, meets_end(p, x->low, x->high, x->b, x->b, s->slack), found);
+}
+
+/* Which samples have outputs that v holds at an end, and where their outputs may be */
+PART void find_held(const Plan *p, Work *x) {
+    x->held = all(0.0) != all(0.0);
+    for (int64_t k = 0; k < p->given; k++) x->held |= is_infinite(x->v[k]);
+    for (int64_t k = 0; any(x->held) && k < p->given; k++) {
+        const double low = lowest_end(p, k), high = highest_end(p, k);
+        x->low[k] = choose(x->v[k] == INFINITY, all(high), all(low));
+        x->high[k] = choose(x->v[k] == -INFINITY, all(low), all(high));
+    }
 }
 
 /* The samples and their start, into lanes */
 PART void read_block(const Plan *p, const Solve *s, Work *x, int64_t first) {
     read_outputs(p, x->v, s->v, first, s->samples, s->single);
     memcpy(x->u, x->v, p->outputs * sizeof *x->v);
+    find_held(p, x);
     read_rows(p, x->b, s->b, s->b_stride, first, s->samples, s->single);
     x->apart = s->left_out != NULL;
     for (int64_t i = 0; x->apart && i < p->rows; i++)
@@ -386,6 +401,7 @@ PART void write_solution(const Plan *p, Solve *s, Work *x, int64_t first, mask w
     write_rows_of(p, x->multipliers, s->multipliers, first, s->samples, s->single, which);
     write_outputs_of(p, x->u, s->u, first, s->samples, s->single, which);
     write_outputs_of(p, x->z, s->z, first, s->samples, s->single, which);
+    if (any(which & solved & x->held)) __atomic_store_n(&s->held, 1, __ATOMIC_RELAXED);
     for (int l = 0; l < LANES && first + l < s->samples; l++) {
         if (!which[l]) continue;
         s->iterations[first + l] = (int64_t)iterations[l];

@@ -62,9 +62,23 @@ PART void adjoint_path(const Path *y, const lanes *nu, lanes factor, lanes *to) 
     for (int64_t k = 0; k < y->p->outputs; k += TILE) {
         adjoint(y->p, scaled, k, sum);
         for (int t = 0; t < TILE; t++) {
-            to[k + t] = factor * y->x->v[k + t] + sum[t];
+            const lanes v = y->x->v[k + t];
+            to[k + t] = choose(is_infinite(v), all(0.0), factor * v) + sum[t];
             if (y->all > y->rows) to[k + t] += nu[y->rows + k + t];
         }
+    }
+}
+
+/* Held outputs stand still where they are held; to the path they have no bounds. */
+INLINE void hold_path(Path *y, lanes *z) {
+    Sides *x = y->x;
+    if (!any(x->held)) return;
+    for (int64_t k = 0; k < y->p->given; k++) {
+        const mask held = is_infinite(x->v[k]);
+        lanes end = choose(x->v[k] > 0.0, all(highest_end(y->p, k)), all(lowest_end(y->p, k)));
+        if (y->all > y->rows) end = at_most(at_least(end, x->floor[k]), x->ceiling[k]);
+        z[k] = choose(held, end, z[k]);
+        x->w[k] = choose(held, all(0.0), x->w[k]);
     }
 }
 
@@ -83,6 +97,7 @@ PART void evaluate_path(Path *y) {
         x->z[k] = out.z;
         x->w[k] = out.slope;
     }
+    hold_path(y, x->z);
     apply_path(y, x->z, 1, y->r);
 }
 
@@ -92,7 +107,8 @@ PART void begin_path(Path *y, lanes most) {
     lanes far = all(0.0), steepest = all(0.0);
     y->t = y->dt = all(1.0);
     if (!y->line) {
-        for (int64_t k = 0; k < y->p->given; k++) far = larger(far, absolute(x->v[k]));
+        for (int64_t k = 0; k < y->p->given; k++)
+            far = larger(far, choose(is_infinite(x->v[k]), all(0.0), absolute(x->v[k])));
         y->t = at_most(FIRST_LOGIT / at_least(far, all(TINY)), all(1.0));
     }
     memset(y->nu, 0, y->all * sizeof *y->nu);

@@ -118,6 +118,52 @@ INLINE Output activate_output(const Plan *p, int64_t k, lanes u) {
     return out;
 }
 
+/* The ends of the range of output k */
+INLINE double lowest_end(const Plan *p, int64_t k) {
+    return p->kind[k] == EXP && p->scale[k] > 0 ? p->shift[k] : p->lower[k];
+}
+INLINE double highest_end(const Plan *p, int64_t k) {
+    return p->kind[k] == EXP && p->scale[k] < 0 ? p->shift[k] : p->upper[k];
+}
+
+/* z at u = ±inf: the end exactly, which shift + scale·1 misses by rounding */
+PART void set_ends(const Plan *p, const lanes *u, lanes *z) {
+    for (int64_t k = 0; k < p->given; k++) {
+        if (p->plain[k] || p->kind[k] == LINEAR) continue;
+        z[k] = choose(u[k] == -INFINITY, all(lowest_end(p, k)), z[k]);
+        z[k] = choose(u[k] == INFINITY, all(highest_end(p, k)), z[k]);
+    }
+}
+
+/* Where a row, of sides `lower` and `upper`, is at or beyond an end of what it can come to with outputs
+ * between `low` and `high`: see held.py */
+PART mask meets_end(const Plan *p, const lanes *low, const lanes *high, const lanes *lower,
+                    const lanes *upper, double slack) {
+    mask found = all(0.0) != all(0.0);
+    for (int64_t i = 0; i < p->rows; i++) {
+        lanes least = all(0.0), most = all(0.0), least_terms = all(0.0), most_terms = all(0.0);
+        int64_t some = 0;
+        if (p->order[i] < 0) continue;
+        const int64_t first = p->row_start ? p->row_start[i] : 0;
+        const int64_t last = p->row_start ? p->row_start[i + 1] : p->given;
+        for (int64_t e = first; e < last; e++) {
+            const int64_t k = p->row_start ? p->row_output[e] : e;
+            const double a = p->a[i * p->outputs + k];
+            if (a == 0.0) continue;
+            const lanes down = a * (a > 0.0 ? low : high)[k], up = a * (a > 0.0 ? high : low)[k];
+            least += down;
+            least_terms += absolute(down);
+            most += up;
+            most_terms += absolute(up);
+            some++;
+        }
+        if (!some) continue;
+        found |= upper[i] <= least + slack * least_terms;
+        found |= lower[i] >= most - slack * most_terms;
+    }
+    return found;
+}
+
 /* out[0 … TILE) = (Aᵀx)_k, from output k on; x of the rows kept */
 INLINE void adjoint(const Plan *p, const lanes *x, int64_t k, lanes *out) {
     if (p->row_start) {

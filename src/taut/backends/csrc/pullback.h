@@ -24,20 +24,22 @@ static void *make_pulling(const Plan *p, Pulling *x) {
     return x->memory;
 }
 
-/* w, 0 where z is clipped. `floor` and `ceiling` then tell which outputs are, by 1. Returns the
- * samples without an output that is held at an end of its range. */
-PART mask find_slopes(const Plan *p, const Pull *s, Sides *x, mask live, int64_t first) {
-    mask free = live | ~live;
+/* w, 0 where z is clipped. `floor` and `ceiling` then tell which outputs are, by 1: not those held at an
+ * end of the range, whose w is 0 too. */
+PART void find_slopes(const Plan *p, const Pull *s, Sides *x, mask live, int64_t first) {
+    x->held = live & ~live;
     read_outputs(p, x->u, s->u, first, s->samples, s->single);
     if (s->floor) {
         read_bound(p, x->floor, s->floor, first, s->samples, s->single, -INFINITY);
         read_bound(p, x->ceiling, s->ceiling, first, s->samples, s->single, INFINITY);
     }
     for (int64_t k = 0; k < p->outputs; k++) {
-        free &= absolute(x->u[k]) < INFINITY;
+        const mask held = live & is_infinite(x->u[k]);
+        x->held |= held;
         Output out = activate_output(p, k, choose(live, x->u[k], all(0.0)));
+        out.slope = choose(held, all(0.0), out.slope);
         if (s->floor) {
-            mask fixed = x->floor[k] == x->ceiling[k];
+            mask fixed = (x->floor[k] == x->ceiling[k]) & ~held;
             mask low = (out.z < x->floor[k]) | fixed, high = (out.z > x->ceiling[k]) & ~fixed;
             out.slope = choose(low | high, all(0.0), out.slope);
             x->floor[k] = choose(live & low, all(1.0), all(0.0));
@@ -45,7 +47,6 @@ PART mask find_slopes(const Plan *p, const Pull *s, Sides *x, mask live, int64_t
         }
         x->w[k] = k < p->given ? out.slope : all(0.0);
     }
-    return free;
 }
 
 /* The active rows, in `orthant`; gradients, 0 in samples that failed; g = g_u + w∘g_z and C g + g_ν */
@@ -62,7 +63,14 @@ PART void read_gradients(const Plan *p, const Pull *s, Pulling *y, mask live, in
     if (s->g_u) read_outputs(p, y->g, s->g_u, first, s->samples, s->single);
     if (s->g_z) read_outputs(p, y->g_z, s->g_z, first, s->samples, s->single);
     for (int64_t k = 0; k < p->outputs; k++) {
-        y->g_z[k] = choose(live, y->g_z[k], all(0.0));
+        mask taken = live;
+        if (any(x->held)) { /* an end has no gradient; a bound has that of z */
+            mask held = is_infinite(x->u[k]);
+            y->g[k] = choose(held, all(0.0), y->g[k]);
+            if (s->floor) held &= (x->floor[k] == 0.0) & (x->ceiling[k] == 0.0);
+            taken &= ~held;
+        }
+        y->g_z[k] = choose(taken, y->g_z[k], all(0.0));
         y->g[k] = choose(live, y->g[k], all(0.0)) + x->w[k] * y->g_z[k];
     }
     apply_all(p, y->g, 1, y->rhs);
@@ -129,7 +137,7 @@ PART int route_pull(const Plan *p, const Pull *s, Pulling *y, int64_t first, int
     for (int64_t k = 0; k < p->given; k++) {
         one->w[k] = x->w[k][l];
         one->g_z[k] = y->g_z[k][l];
-        one->g_u[k] = s->g_u ? number(s->g_u, n * p->given + k, s->single) : 0.0;
+        one->g_u[k] = s->g_u && !isinf(x->u[k][l]) ? number(s->g_u, n * p->given + k, s->single) : 0.0;
     }
     for (int64_t i = 0; i < p->kept; i++) {
         load_row(one, i, x->orthant[i][l] == 0.0 ? NULL : p->a + i * p->outputs, p->given);
@@ -167,8 +175,8 @@ PART void pull_block(const Plan *p, Pull *s, Pulling *y, int64_t first) {
     Sides *x = &y->sides;
     mask live = all(0.0) == all(0.0), dependent;
     for (int l = 0; l < LANES; l++) live[l] = -(s->status[sample(first, l, s->samples)] == 0);
-    mask fine = find_slopes(p, s, x, live, first);
-    live &= fine;
+    mask fine = live | ~live;
+    find_slopes(p, s, x, live, first);
     read_gradients(p, s, y, live, first);
     const Line *line = s->floor ? NULL : s->line;
     const int64_t n = solve_active(p, line, x, s->rules, y->rhs, &dependent);

@@ -21,6 +21,7 @@ typedef struct {
     lanes *gram, *own, *diagonal, *x;                       /* the system of the active rows */
     int64_t *index, *pairs, *place, *some;
     int boxed; /* has z bounds? */
+    mask held; /* has v an infinite entry? Its output is held at an end of the range, or a bound. */
 } Sides;
 
 static void *make_sides(const Plan *p, Sides *x) {
@@ -109,6 +110,18 @@ INLINE lanes clipped(const Sides *x, int64_t k, lanes z, lanes *slope) {
     return at_most(at_least(z, x->floor[k]), x->ceiling[k]);
 }
 
+/* z of held outputs: the end exactly, or the bound */
+PART void hold_outputs(const Plan *p, Sides *x) {
+    set_ends(p, x->u, x->z);
+    for (int64_t k = 0; x->boxed && k < p->given; k++)
+        x->z[k] = at_most(at_least(x->z[k], x->floor[k]), x->ceiling[k]);
+}
+
+/* w|v|, of which held outputs have none: 0·∞ is NaN */
+INLINE lanes rounded_from(const Sides *x, int64_t k, lanes v) {
+    return choose(x->held & is_infinite(x->v[k]), all(0.0), x->w[k] * v);
+}
+
 /* u, z, w and C z at ν; returns how far u has moved */
 PART lanes evaluate_sides(const Plan *p, Sides *x) {
     const int64_t count = list_pairs(p, x->nu, x->pairs);
@@ -117,7 +130,7 @@ PART lanes evaluate_sides(const Plan *p, Sides *x) {
         adjoint_of(p, x->nu, x->pairs, count, k, sum);
         for (int t = 0; t < TILE; t++) {
             lanes u = x->v[k + t] + sum[t];
-            reach = larger(reach, absolute(u - x->u[k + t]));
+            reach = farther(reach, absolute(u - x->u[k + t])); /* ∞ − ∞ where held */
             x->u[k + t] = u;
             Output out = activate_output(p, k + t, u);
             if (x->boxed) out.z = clipped(x, k + t, out.z, &out.slope);
@@ -125,6 +138,7 @@ PART lanes evaluate_sides(const Plan *p, Sides *x) {
             x->w[k + t] = out.slope;
         }
     }
+    if (any(x->held)) hold_outputs(p, x);
     apply_all(p, x->z, 1, x->r);
     return reach;
 }
@@ -153,7 +167,7 @@ PART void rounding_levels(const Plan *p, Sides *x, lanes *fair, lanes *rough) {
         lanes sum = all(0.0);
         for (int64_t i = 0; i < p->kept; i++)
             sum += p->absolute[i * p->outputs + k] * absolute(x->nu[i]);
-        x->y[k] = x->w[k] * absolute(x->v[k]);
+        x->y[k] = rounded_from(x, k, absolute(x->v[k]));
         x->more[k] = x->y[k] + x->w[k] * sum;
     }
     *fair = *rough = all(0.0);
@@ -171,7 +185,7 @@ PART void rounding_levels(const Plan *p, Sides *x, lanes *fair, lanes *rough) {
 /* What a row at its side may be off by rounding: it must not become active for 1e-17. */
 PART void find_noise(const Plan *p, Sides *x) {
     for (int64_t k = 0; k < p->outputs; k++)
-        x->y[k] = absolute(x->z[k]) + x->w[k] * (absolute(x->u[k]) + absolute(x->v[k]));
+        x->y[k] = absolute(x->z[k]) + rounded_from(x, k, absolute(x->u[k]) + absolute(x->v[k]));
     apply_all(p, x->y, 0, x->noise);
     for (int64_t i = 0; i < p->rows; i++) x->noise[i] *= 2.0 * EPS;
 }

@@ -35,12 +35,14 @@ extern uint64_t taut_ticks[PARTS];
 
 typedef struct {
     lanes *v, *u, *z, *w;                                /* outputs */
+    lanes *low, *high;                                   /* where z may be, if any are held */
     lanes *b, *residual, *multipliers, *step, *trial;    /* rows */
     lanes *y;                                            /* the longer of the two */
     lanes *gram, *diagonal;                              /* lower triangle by rows; 1/its diagonal */
     lanes *out;  /* rows: 1 where a sample leaves it out, */
     int apart;   /* if each has its own that it does */
     lanes relative, reach;
+    mask held; /* has v an infinite entry, which holds its output at an end of the range? */
     Sample sample; /* one at a time, for derivatives; room for it is made when it is needed */
     void *sample_memory;
 } Work;
@@ -51,17 +53,17 @@ static void *make_room(const Plan *p, Work *x) {
     int64_t gram = p->inverse ? 0 : triangle(p->kept);
     lanes **parts[] = {&x->v,        &x->u,           &x->z,    &x->w,     &x->b, &x->residual,
                        &x->multipliers, &x->step, &x->trial, &x->y, &x->gram, &x->diagonal,
-                       &x->out};
+                       &x->out, &x->low, &x->high};
     int64_t sizes[] = {outputs, outputs, outputs, outputs, rows, rows,
                        rows,    rows,    rows,    longest, gram, p->kept,
-                       rows};
+                       rows,    outputs, outputs};
     int64_t total = 0;
-    for (int i = 0; i < 13; i++) total += sizes[i] + GAP;
+    for (int i = 0; i < 15; i++) total += sizes[i] + GAP;
     char *memory = malloc((total + 1) * sizeof(lanes));
     x->sample_memory = NULL;
     if (!memory) return NULL;
     lanes *at = (lanes *)(((uintptr_t)memory + sizeof(lanes) - 1) / sizeof(lanes) * sizeof(lanes));
-    for (int i = 0; i < 13; i++, at += GAP) {
+    for (int i = 0; i < 15; i++, at += GAP) {
         *parts[i] = at;
         at += sizes[i];
         GUARD(at);
@@ -103,7 +105,7 @@ INLINE lanes predict(const Plan *p, Work *x) {
         if (!from_zero) adjoint(p, x->multipliers, k, sum);
         for (int t = 0; t < TILE; t++) {
             lanes u = x->v[k + t] + (from_zero ? all(0.0) : sum[t]);
-            reach = larger(reach, absolute(u - x->u[k + t]));
+            reach = farther(reach, absolute(u - x->u[k + t])); /* ∞ − ∞ where held */
             x->u[k + t] = u;
         }
     }
@@ -119,6 +121,7 @@ INLINE lanes activate_outputs(const Plan *p, Work *x) {
         x->w[k] = out.slope;
         most = larger(most, absolute(out.z));
     }
+    if (any(x->held)) set_ends(p, x->u, x->z);
     return most;
 }
 
@@ -155,11 +158,16 @@ PART void evaluate(const Plan *p, const Solve *s, Work *x) {
     TIMED(PRODUCTS, compare(p, s, x, most));
 }
 
+/* w(|u| + |v|): what z has of their rounding. A held output has none, and 0·∞ is NaN. */
+INLINE lanes rounded(const Work *x, int64_t k) {
+    lanes size = x->w[k] * (absolute(x->u[k]) + absolute(x->v[k]));
+    return choose(x->held & is_infinite(x->v[k]), all(0.0), size);
+}
+
 /* The residual against the size of what is rounded in it: rounding_scale of solvers/base.py. */
 PART void level(const Plan *p, Work *x, lanes *to) {
     lanes largest = all(0.0), terms[TILE];
-    for (int64_t k = 0; k < p->outputs; k++)
-        x->y[k] = absolute(x->z[k]) + x->w[k] * (absolute(x->u[k]) + absolute(x->v[k]));
+    for (int64_t k = 0; k < p->outputs; k++) x->y[k] = absolute(x->z[k]) + rounded(x, k);
     for (int64_t i = 0; i < p->rows; i += TILE) {
         apply(p, x->y, i, 0, terms);
         for (int t = 0; t < TILE; t++) {
@@ -175,8 +183,10 @@ INLINE mask fits(const Plan *p, const Solve *s, Work *x) {
     lanes largest = all(0.0), terms[TILE];
     for (int64_t i = 0; i < p->kept; i++) largest = larger(largest, absolute(x->multipliers[i]));
     for (int64_t k = 0; k < p->outputs; k++) {
+        lanes u = absolute(x->u[k]);
+        if (any(x->held)) u = choose(is_infinite(x->v[k]), all(0.0), u); /* it stays infinite */
         x->y[k] = absolute(x->z[k]);
-        largest = larger(largest, larger(x->y[k], absolute(x->u[k])));
+        largest = larger(largest, larger(x->y[k], u));
     }
     mask fine = largest <= s->huge;
     double most = 0.0;

@@ -35,7 +35,7 @@ PART void write_training(const Plan *p, Train *t, Work *x, int64_t first, mask w
         lanes z = x->z[k];
         if (s->single) /* as it would be returned */
             z = __builtin_convertvector(__builtin_convertvector(z, floats), lanes);
-        x->w[k] = t->scale * (z - x->y[k]);
+        x->w[k] = choose(is_infinite(x->v[k]), all(0.0), t->scale * (z - x->y[k]));
     }
     write_outputs_of(p, x->w, t->dv, first, s->samples, s->single, which);
     write_rows_of(p, x->multipliers, s->multipliers, first, s->samples, s->single, which);

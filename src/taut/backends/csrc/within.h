@@ -33,6 +33,8 @@ PART mask read_sides(const Plan *p, const Within *s, Sides *x, int64_t first) {
     read_outputs(p, x->v, s->v, first, s->samples, s->single);
     read_both_sides(p, s, x, first);
     mask fine = all(0.0) == all(0.0);
+    x->held = ~fine;
+    for (int64_t k = 0; k < p->given; k++) x->held |= is_infinite(x->v[k]);
     for (int64_t i = 0; i < p->rows; i++)
         fine &= (x->lower[i] <= x->upper[i]) & (x->lower[i] < INFINITY) & (x->upper[i] > -INFINITY);
     if (!s->floor) return fine;
@@ -57,7 +59,7 @@ PART void read_start(const Plan *p, const Within *s, Sides *x, int64_t first) {
         for (int64_t i = 0; i < p->rows; i++)
             sum += p->absolute[i * p->outputs + k] * absolute(x->nu[i]);
         far = larger(far, sum);
-        most = larger(most, absolute(x->v[k]));
+        most = larger(most, choose(is_infinite(x->v[k]), all(0.0), absolute(x->v[k])));
     }
     finite &= far <= s->rules->far * (1.0 + most);
     for (int64_t i = 0; i < p->rows; i++) {
@@ -65,6 +67,19 @@ PART void read_start(const Plan *p, const Within *s, Sides *x, int64_t first) {
                     ((x->upper[i] == INFINITY) & (x->nu[i] < 0.0));
         x->nu[i] = choose(finite & ~none, x->nu[i], all(0.0));
     }
+}
+
+/* The same beside held outputs; x->y and x->more are free here. */
+PART mask asks_for_end_beside(const Plan *p, const Within *s, const Sides *x) {
+    for (int64_t k = 0; k < p->given; k++) {
+        lanes low = all(s->lowest[k]), high = all(s->highest[k]);
+        lanes floor = s->floor ? at_least(low, x->floor[k]) : low;
+        lanes ceiling = s->floor ? at_most(high, x->ceiling[k]) : high;
+        const mask down = x->v[k] == -INFINITY, up = x->v[k] == INFINITY;
+        x->y[k] = choose(down, floor, choose(up, ceiling, low));
+        x->more[k] = choose(down, floor, choose(up, ceiling, high));
+    }
+    return meets_end(p, x->y, x->more, x->lower, x->upper, s->slack);
 }
 
 /* Where a row asks for an end of what it can come to, or for more: see held.py */
@@ -75,7 +90,29 @@ INLINE mask asks_for_end(const Plan *p, const Within *s, const Sides *x) {
         found |= x->upper[i] <= p->least[i] + s->slack * p->least_terms[i];
         found |= x->lower[i] >= p->most[i] - s->slack * p->most_terms[i];
     }
-    return found;
+    return any(x->held) ? pick_mask(x->held, asks_for_end_beside(p, s, x), found) : found;
+}
+
+/* The equations alone, where a bound holds an output and they have no solution without it: a step of
+ * Newton's method from 0, which is all the way where σ is a line. */
+PART void begin_anew(const Plan *p, const Within *s, Sides *x, mask anew) {
+    mask dependent;
+    for (int64_t k = 0; k < p->outputs; k++) {
+        const mask held = is_infinite(x->v[k]);
+        Output out = activate_output(p, k, choose(held, all(0.0), x->v[k]));
+        if (s->floor) out.z = choose(held, choose(x->v[k] > 0.0, x->ceiling[k], x->floor[k]), out.z);
+        x->w[k] = choose(held, all(0.0), out.slope);
+        x->more[k] = out.z;
+    }
+    apply_all(p, x->more, 1, x->trial);
+    for (int64_t i = 0; i < p->rows; i++) {
+        const mask inside = i < s->equations && p->order[i] >= 0 ? anew : anew & ~anew;
+        x->orthant[i] = choose(inside, all(1.0), all(0.0));
+        x->change[i] = choose(inside, x->trial[i] - x->lower[i], all(0.0));
+    }
+    solve_active(p, NULL, x, s->rules, x->change, &dependent);
+    for (int64_t i = 0; i < p->rows; i++)
+        x->nu[i] = choose(anew, choose(absolute(x->step[i]) < INFINITY, -x->step[i], all(0.0)), x->nu[i]);
 }
 
 /* The solution of the equations alone is in z, u and the multipliers: where it keeps the rest, that
@@ -86,11 +123,19 @@ PART mask begin(const Plan *p, const Within *s, Sides *x, int64_t first, mask *o
     read_rows(p, x->nu, s->multipliers, p->constraints, first, s->samples, s->single);
     read_outputs(p, x->u, s->u, first, s->samples, s->single);
     read_outputs(p, x->z, s->z, first, s->samples, s->single);
+    const mask anew = x->held & ~had;
+    if (any(anew)) {
+        begin_anew(p, s, x, anew);
+        for (int64_t k = 0; k < p->outputs; k++) {
+            x->u[k] = choose(anew, x->v[k], x->u[k]);
+            x->z[k] = choose(anew, all(0.0), x->z[k]);
+        }
+    }
     apply_all(p, x->z, 1, x->r);
     mask kept = *open & had & keeps(p, x, 2.0 * EPS, s->equations);
     for (int64_t k = 0; s->floor && k < p->given; k++)
         kept &= (x->z[k] >= x->floor[k]) & (x->z[k] <= x->ceiling[k]);
-    *open &= had & ~kept;
+    *open &= (had | x->held) & ~kept;
     return kept;
 }
 
@@ -160,7 +205,7 @@ PART void tidy(const Plan *p, const Within *s, Sides *x, mask done, lanes level)
     lanes blur = all(0.0), fair, rough;
     mask some = done & ~done;
     for (int64_t k = 0; k < p->given; k++)
-        blur = larger(blur, absolute(x->v[k]) + absolute(x->u[k]));
+        blur = farther(blur, choose(is_infinite(x->v[k]), all(0.0), absolute(x->v[k]) + absolute(x->u[k])));
     memcpy(x->old_nu, x->nu, p->rows * sizeof *x->nu);
     for (int64_t i = 0; i < p->rows; i++) {
         mask idle = done & (x->nu[i] != 0.0) & (x->lower[i] != x->upper[i]);
@@ -219,8 +264,10 @@ INLINE mask are_finite(const Plan *p, const Within *s, const Sides *x) {
         largest = larger(largest, absolute(x->nu[i]));
         most = p->sizes[i] > most ? p->sizes[i] : most;
     }
-    for (int64_t k = 0; k < p->given; k++)
-        largest = larger(largest, larger(absolute(x->u[k]), absolute(x->z[k])));
+    for (int64_t k = 0; k < p->given; k++) {
+        lanes u = choose(is_infinite(x->v[k]), all(0.0), absolute(x->u[k])); /* it stays infinite */
+        largest = larger(largest, larger(u, absolute(x->z[k])));
+    }
     return most * largest <= s->huge;
 }
 
@@ -240,6 +287,7 @@ PART void write_answers(const Plan *p, Within *s, Sides *x, int64_t first, mask 
         if (!kept[l]) s->iterations[first + l] = (int64_t)iterations[l];
         put(s->residual, first + l, s->single, residual[l]);
         s->status[first + l] = solved[l] || kept[l] ? 0 : -1;
+        if (x->held[l] && !s->status[first + l]) __atomic_store_n(&s->held, 1, __ATOMIC_RELAXED);
         if (!s->status[first + l]) __atomic_fetch_sub(&s->unsolved, 1, __ATOMIC_RELAXED);
     }
 }
