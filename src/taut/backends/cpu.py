@@ -159,25 +159,17 @@ class Cpu:
         given = self._given[dtype] = Given.of(rules, dtype)
         return given
 
-    def attempt(self, problem: Problem, rules: Rules) -> Outcome:
-        """Newton's method from `start`, or 0, in float64."""
+    def attempt(self, problem: Problem, rules: Rules, left_out: Tensor | None = None) -> Outcome:
+        """Newton's method from `start`, or 0, in float64.
+
+        With `left_out`, each sample says which redundant equations it leaves out.
+        """
         if type(problem) is not Linear or rules.dtype is not torch.float64:
             return Outcome.open(problem.inputs[0], problem.prepared.map.shape[0])
-        apart = uneven(self._basis, problem.b.to(torch.float64)) if self._redundant else None
-        if apart is None:
-            return self._attempt(problem, rules, None)
-        # Each sample goes the same way whatever its neighbours are.
-        outcome = Outcome.open(problem.v, problem.b.shape[-1])
-        index, rest = apart.nonzero().squeeze(-1), (~apart).nonzero().squeeze(-1)
-        if len(rest):
-            outcome = outcome.write(rest, self._attempt(problem.take(rest), rules, None))
-        few = problem.take(index)
-        own = pivoted(self._basis, self._basis.map, few.b.to(torch.float64))
-        outcome = outcome.write(index, self._attempt(few, rules, own.left_out))
-        return replace(outcome, failed=int((outcome.status != 0).sum()))
-
-    def _attempt(self, problem: Linear, rules: Rules, left_out: Tensor | None) -> Outcome:
-        """With `left_out`, what each sample leaves out; else all leave out the same equations."""
+        if self._redundant and left_out is None:
+            apart = uneven(self._basis, problem.b.to(torch.float64))
+            if apart is not None:
+                return self._separately(problem, rules, apart)
         v, b, start = problem.v, problem.b, problem.start
         n = v.shape[0]
         known = self._known or self._plan(n)
@@ -210,6 +202,17 @@ class Cpu:
             eps = torch.finfo(dtype).eps
             multipliers = self._basis.smallest(A, v.to(torch.float64), raw, eps).to(dtype)
         return Outcome(z, multipliers, u, residual, iterations, status, unsolved, held)
+
+    def _separately(self, problem: Linear, rules: Rules, apart: Tensor) -> Outcome:
+        """The samples in `apart` by themselves, which leave out equations of their own."""
+        outcome = Outcome.open(problem.v, problem.b.shape[-1])
+        rest, index = ((apart == own).nonzero().squeeze(-1) for own in (False, True))
+        if len(rest):
+            outcome = outcome.write(rest, self.attempt(problem.take(rest), rules))
+        few = problem.take(index)
+        own = pivoted(self._basis, self._basis.map, few.b.to(torch.float64))
+        outcome = outcome.write(index, self.attempt(few, rules, own.left_out))
+        return replace(outcome, failed=int((outcome.status != 0).sum()))
 
     def pullback(
         self, u: Tensor, status: Tensor, grads: Sequence[Tensor | None]

@@ -210,6 +210,10 @@ def _inverse(a: Float[Tensor, "kept outputs"], w: Float[Tensor, "outputs"]) -> T
     return torch.cholesky_inverse(factor) if int(info) == 0 else torch.full_like(gram, torch.nan)
 
 
+def _pseudoinverse(a: Float[Tensor, "kept outputs"], w: Float[Tensor, "outputs"]) -> Tensor:
+    return torch.linalg.pinv((a * w) @ a.mT)
+
+
 def _squared_condition(a: Float[Tensor, "kept outputs"], w: Float[Tensor, "outputs"]) -> float:
     """That of A W^½ with rows of length 1; the one that is estimated can be 30 times too small."""
     scaled = a * w.sqrt()
