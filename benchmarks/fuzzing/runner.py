@@ -16,6 +16,7 @@ from fuzzing.checks import Answer, check_samples
 from fuzzing.curves import check_curves
 from fuzzing.doors import check_doors
 from fuzzing.gradients import check_gradients
+from fuzzing.held import check_held
 from fuzzing.optimal import check_optimal, look_closely
 from fuzzing.proofs import prove
 from fuzzing.tally import Failure, Tally, count_block
@@ -82,7 +83,7 @@ def _checked(block: Block, answer: Answer, again: list[tuple[int, str]]) -> Tall
     wrong = {row for row, _ in found}
     gradients, compared = check_gradients(block)
     curves, curved = check_curves(block.seed, block.number)
-    found += again + gradients + check_doors(block) + curves
+    found += again + gradients + check_doors(block) + check_held(block) + curves
     return _counted(block, answer, found, wrong, [proofs.counts, compared, curved])
 
 
@@ -96,7 +97,8 @@ def _checked_within(block: Within, answer: Answer, solution: taut.Solution) -> T
     found += closely
     wrong = {row for row, _ in found}
     tangents, compared = check_tangents(block)
-    return _counted(block, answer, found + tangents, wrong, [counts, compared])
+    found += tangents + check_held(block)
+    return _counted(block, answer, found, wrong, [counts, compared])
 
 
 def _counted(

@@ -16,7 +16,6 @@ from taut.solvers.base import Task, leave, relative, usable
 from taut.systems import wide
 
 _ROOM = 2**24  # entries of all A at a time
-_FAR = 1e8
 
 
 def held_outputs(problem: Linear | Inequalities, lower: Tensor, upper: Tensor) -> Held | None:
@@ -37,22 +36,6 @@ def held_outputs(problem: Linear | Inequalities, lower: Tensor, upper: Tensor) -
     asked = lower.to(dtype), upper.to(dtype)
     bounds = tuple(x.to(dtype) for x in bounds)
     return held(A, problem.v.to(dtype), asked, prepared.activation, known, eps, bounds)
-
-
-def by_backend(problem: Linear, found: Held, rules: Rules) -> tuple[Outcome, Bool[Tensor, "n"]]:
-    """The samples `found` with their held outputs far out, as the backend solves them.
-
-    So far out they are at their ends exactly, with slope 0, wherever the multipliers end. With it,
-    which samples are solved.
-    """
-    few = problem.take(found.index)
-    end = found.end.to(few.v.dtype)
-    sides = torch.where(found.end == _upper(few, found), torch.inf, -torch.inf).to(few.v.dtype)
-    v = torch.where(found.which, sides.clamp(-_FAR, _FAR), few.v)
-    outcome = few.prepared.backend.attempt(replace(few, v=v), rules)
-    exact = ((outcome.z == end) | ~found.which).all(-1)
-    u = torch.where(found.which, sides, outcome.u)
-    return replace(outcome, u=u, held=True), (outcome.status == Status.CONVERGED) & exact
 
 
 def portions(problem: Linear, found: Held) -> list[Held]:
@@ -91,8 +74,10 @@ def whole(
     multipliers, u, z, iterations, status = found
     A = few.prepared.map.over(few.data.to(dtype))
     z = torch.where(part.which, part.end.to(dtype), z)
-    sides = torch.where(part.end == _upper(few, part), torch.inf, -torch.inf)
-    u = torch.where(part.which, sides.to(dtype), u)
+    upper = few.prepared.activation.range.bounds(part.end)[1]
+    sides = torch.where(part.end == upper, torch.inf, -torch.inf).to(dtype)
+    sides = torch.where(few.v.isinf(), few.v.to(dtype), sides)
+    u = torch.where(part.which, sides, u)
     scale = few.b.to(dtype).abs() + A.abs().apply(z.abs())
     residual = A.excess(z, few.b.to(dtype))
     keeps = relative(residual, scale) <= rules.cap(problem.v.dtype)
@@ -106,7 +91,3 @@ def whole(
         multipliers = torch.where(broken.unsqueeze(-1), rest, multipliers)
     outcome = leave(few, replace(task, A=A), None, (multipliers, u, z, iterations, status))
     return replace(outcome, held=True), part.given | (status == Status.CONVERGED)
-
-
-def _upper(problem: Linear, part: Held) -> Tensor:
-    return problem.prepared.activation.range.bounds(part.end)[1]

@@ -14,7 +14,7 @@ from taut.outcome import Outcome, Status
 from taut.problems import Inequalities, Linear, Nonlinear, Problem
 from taut.solvers import base
 from taut.solvers.anneal import anneal
-from taut.solvers.around import by_backend, held_outputs, portions, whole, without
+from taut.solvers.around import held_outputs, portions, whole, without
 from taut.solvers.base import Solver, Task, enter, leave, places
 from taut.solvers.bounds import inequalities
 from taut.solvers.cold import warmed
@@ -119,12 +119,7 @@ def _equations(problem: Linear, rules: Rules) -> Outcome:
     if found is None:
         return _plainly(problem, rules)
     outcome = Outcome.open(problem.v, problem.b.shape[-1])
-    samples, solved = by_backend(problem, found, rules)
-    if bool(solved.any()):
-        index = solved.nonzero().squeeze(-1)
-        outcome = outcome.write(found.index[index], samples.take(index))
-        found = found.take((~solved).nonzero().squeeze(-1))
-    for part in portions(problem, found) if len(found.index) else ():
+    for part in portions(problem, found):
         task, start = without(problem, part, rules)
         solved = _by_basis(task, rules, problem.v.dtype, start)
         samples, decided = whole(problem, part, rules, task, solved)
