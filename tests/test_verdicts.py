@@ -1,6 +1,7 @@
 """Each Status is true and has its proof; neighbours never notice; a slice of the fuzzer."""
 
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from torch.testing import assert_close
 import taut
 from fuzzing.blocks import make_block
 from fuzzing.checks import Answer, check_samples
+from fuzzing.extremes import check_extremes
 from fuzzing.laws import LABELS
 from fuzzing.optimal import check_optimal
 from fuzzing.runner import KINDS, reproducer, run_block
@@ -255,6 +257,40 @@ def test_is_certificate_of_batches():
     assert proof.tolist() == [True, False]
     own = is_certificate(torch.ones(2, 1), torch.ones(2, 1, 2), b, "sigmoid")
     assert own.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64], ids=str)
+def test_a_proof_holds_in_exact_arithmetic_among_denormals_and_the_largest_numbers(default):
+    """Whatever torch's default dtype, in which a bound on what underflows would itself be 0."""
+    torch.set_default_dtype(default)  # restored by a fixture
+    looked_at = Counter()
+    for number in range(40):
+        failures, counts = check_extremes(SEED, number)
+        assert not failures, f"block {number}: {failures}"
+        looked_at += counts
+    assert looked_at.total() > 100
+
+
+def test_what_is_not_finite_proves_nothing():
+    """Multipliers, and products: the supremum of what overflows is no number."""
+    A, b = torch.tensor([[-1.7e308], [-1.7e308]]), torch.tensor([0.0, 1.0])
+    assert not is_certificate(torch.ones(2), A, b, "tanh", upper=0.5)
+    assert not is_certificate(torch.ones(2), A, b, "tanh")
+    for value in BAD:
+        multipliers = torch.tensor([1.0, value])
+        A, b = torch.eye(2), torch.tensor([0.0, 5.0])
+        assert not is_certificate(multipliers, A, b, "tanh")
+        assert not is_certificate(multipliers, A, b, "tanh", upper=0.5)
+
+
+def test_a_proof_reaches_no_further_than_the_numbers_it_is_of():
+    """z = 2e303 is a solution here, as −5e-324·z is −1e-20."""
+    torch.set_default_dtype(torch.float32)
+    A, b = (torch.tensor(x, dtype=torch.float64) for x in ([[-5e-324]], [-1e-20]))
+    assert not is_certificate([-1.0], A, b, "linear", lower=1.0)
+    assert not is_certificate([-1.0], A, b, "linear", lower=1.0, radius=2.1e303)
+    solution = project(-A.sign()[0], A, b, lower=1.0, on_failure="return")
+    assert not (solution.radius > 2.02402e303)
 
 
 @pytest.mark.usefixtures("as_user")

@@ -6,6 +6,7 @@ blocks    a batch of problems, rebuilt from (seed, number) alone
 within    the same for inequalities and bounds
 checks    what is checked on every row, vectorised
 proofs    what is checked on a sample: exact arithmetic, a linear program, a second method
+extremes  proofs among the smallest and the largest numbers
 optimal   both for inequalities and bounds
 gradients against ball arithmetic; tangents: those of inequalities and bounds
 bits      neighbours, positions and gradients

@@ -5,7 +5,6 @@ whose ν are signed and 0 off their sides is the answer. All is recomputed in ex
 """
 
 from collections import Counter
-from fractions import Fraction
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 
 import taut
 from fuzzing.checks import TOLERANCE, Answer, dot
-from fuzzing.proofs import deepest
+from fuzzing.proofs import deepest, exact_claim
 from fuzzing.within import Within
 from taut import Status
 
@@ -198,27 +197,8 @@ def exact_proof(block: Within, multipliers: Array, row: int, radius: float) -> b
     least, most = (x[row] for x in block.ends)
     if (lower > upper).any() or (least > most).any():
         return True
-    if not np.isfinite(multipliers).all():
-        return False
-    weights = [Fraction(float(x)) for x in multipliers]
-    gain, slope = Fraction(), Fraction()
-    for w, low, high in zip(weights, lower, upper, strict=True):
-        side = float(low if w > 0 else high)
-        if w == 0:
-            continue
-        if np.isinf(side):
-            return False
-        gain += w * Fraction(side)
-    for column, low, high in zip(block.matrix(row).T, least, most, strict=True):
-        y = sum((w * Fraction(float(a)) for w, a in zip(weights, column, strict=True)), Fraction())
-        end = float(high if y > 0 else low)
-        if y != 0 and np.isinf(end):
-            slope += abs(y)
-        elif y != 0:
-            gain -= y * Fraction(end)
-    if gain <= 0 or slope == 0:
-        return gain > 0
-    return np.isfinite(radius) and gain >= slope * Fraction(float(radius))
+    matrix = block.matrix(row)
+    return exact_claim(multipliers, matrix, (lower, upper), (least, most), float(radius))
 
 
 def linear_program(block: Within, row: int) -> str:

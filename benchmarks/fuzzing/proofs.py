@@ -1,6 +1,6 @@
 """What is too slow for every sample and is checked on some.
 
-- certificates in exact rational arithmetic;
+- certificates in exact rational arithmetic; `extremes` has those of extreme numbers;
 - feasibility by SciPy's HiGHS, a linear program;
 - z by a second method: SciPy's Levenberg-Marquardt on orthonormal rows from another start,
   polished with a residual in extended precision.
@@ -80,19 +80,30 @@ def exact_certificate(block: Block, multipliers: Array, row: int) -> bool:
 
 def exact_proof(multipliers: Array, A: Array, b: Array, least: Array, most: Array) -> bool:
     """bᵀλ > Σ sup{(Aᵀλ)_k z : least ≤ z ≤ most} in rational numbers."""
-    if not np.isfinite(multipliers).all():
+    return exact_claim(multipliers, A, (b, b), (least, most), math.inf)
+
+
+def exact_claim(multipliers: Array, C: Array, sides: tuple, ends: tuple, radius: float) -> bool:
+    """Σ side ν > Σ sup{(Cᵀν)_k z} in rational numbers; for |z| ≤ radius where z has no end."""
+    if not np.isfinite(multipliers).all() or not np.isfinite(C).all():
         return False
     weights = [Fraction(float(x)) for x in multipliers]
-    gain = sum((w * Fraction(float(x)) for w, x in zip(weights, b, strict=True)), Fraction())
-    for column, lower, upper in zip(A.T, least, most, strict=True):
+    gain, slope = Fraction(), Fraction()
+    for w, lower, upper in zip(weights, *sides, strict=True):
+        side = float(lower if w > 0 else upper)
+        if w != 0 and not math.isfinite(side):
+            return False
+        gain += w * Fraction(side) if w != 0 else 0
+    for column, lower, upper in zip(C.T, *ends, strict=True):
         y = sum((w * Fraction(float(a)) for w, a in zip(weights, column, strict=True)), Fraction())
         end = float(upper if y > 0 else lower)
-        if y == 0:
-            continue
-        if math.isinf(end):
-            return False
-        gain -= y * Fraction(end)
-    return gain > 0
+        if y != 0 and math.isinf(end):
+            slope += abs(y)
+        elif y != 0:
+            gain -= y * Fraction(end)
+    if gain <= 0 or slope == 0:
+        return gain > 0
+    return math.isfinite(radius) and gain >= slope * Fraction(float(radius))
 
 
 def linear_program(block: Block, row: int) -> str:

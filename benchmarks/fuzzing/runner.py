@@ -15,6 +15,7 @@ from fuzzing.blocks import MOST, Block, make_block
 from fuzzing.checks import Answer, check_samples
 from fuzzing.curves import check_curves
 from fuzzing.doors import check_doors
+from fuzzing.extremes import check_extremes
 from fuzzing.gradients import check_gradients
 from fuzzing.held import check_held
 from fuzzing.optimal import check_optimal, look_closely
@@ -83,8 +84,9 @@ def _checked(block: Block, answer: Answer, again: list[tuple[int, str]]) -> Tall
     wrong = {row for row, _ in found}
     gradients, compared = check_gradients(block)
     curves, curved = check_curves(block.seed, block.number)
-    found += again + gradients + check_doors(block) + check_held(block) + curves
-    return _counted(block, answer, found, wrong, [proofs.counts, compared, curved])
+    extremes, claimed = check_extremes(block.seed, block.number)
+    found += again + gradients + check_doors(block) + check_held(block) + curves + extremes
+    return _counted(block, answer, found, wrong, [proofs.counts, compared, curved, claimed])
 
 
 def _checked_within(block: Within, answer: Answer, solution: taut.Solution) -> Tally:

@@ -200,10 +200,9 @@ def reach_of_proof(
     It is inf where the ends alone, or none of the outputs that have no end, decide. With `safe`
     every rounding is taken against ν.
     """
-    size = multipliers.abs().amax(-1, keepdim=True) if multipliers.shape[-1] else multipliers
-    ν = torch.ldexp(multipliers, -torch.frexp(size.nan_to_num(1.0)).exponent)
+    ν, usable = _scaled(multipliers)
     side = torch.where(ν > 0, lower, torch.where(ν < 0, upper, 0))
-    usable = side.isfinite().all(-1)
+    usable = usable & side.isfinite().all(-1)
     side, rows = side.where(side.isfinite(), 0), C.shape[0]
     if safe and rows:
         y, error = _pull(C, ν)
@@ -211,6 +210,7 @@ def reach_of_proof(
     else:
         y, gain = C.adjoint(ν), (side * ν).sum(-1)
         error, doubt = torch.zeros_like(y), torch.zeros_like(gain)
+    usable = usable & (y + error).isfinite().all(-1) & (gain + doubt).isfinite()
     # Convex in y: over an interval of y the largest value is at an end.
     both = y - error, y + error
     within = Interval(least, most)
@@ -218,9 +218,11 @@ def reach_of_proof(
     endless = highest == torch.inf
     slope = torch.where(endless, torch.maximum(*(x.abs() for x in both)), 0).sum(-1)
     terms = highest.masked_fill(endless, 0)
-    total = terms.sum(-1) + (terms.shape[-1] + 4) * 2.0**-52 * terms.abs().sum(-1)
-    left = gain - doubt - total
-    R = torch.where(slope > 0, left / (slope * (1 + 1e-12)), torch.inf)
+    left = gain - doubt - terms.sum(-1) - _slack(terms, y, error)
+    # A proof that needs |z| ≤ R has no R beyond the numbers there are.
+    count = terms.shape[-1]
+    R = left / (slope * (1 + 1e-12 + count * 2.0**-52))
+    R = torch.where(slope > 0, R.clamp_max(torch.finfo(R.dtype).max), torch.inf)
     R = torch.where(usable & (left > 0), R, -1)
     empty = (lower > upper).any(-1) | (least > most).any(-1)
     return torch.where(empty, torch.inf, R)
@@ -271,20 +273,36 @@ def proves(multipliers: Tensor, A: LinearMap, b: Tensor, activation: Activation)
     multipliers, data, b = (x.detach().double() for x in (multipliers, A.data, b))
     if not A.shape[0]:
         return torch.zeros_like(multipliers.sum(-1), dtype=torch.bool)
-    # Only the direction of λ counts. At a size of 1 its products underflow where they must only.
-    size = multipliers.abs().amax(-1, keepdim=True)
-    exponent = torch.frexp(size.nan_to_num(1.0)).exponent
-    given, multipliers = multipliers, torch.ldexp(multipliers, -exponent)
-    sound = (torch.ldexp(multipliers, exponent) == given).all(-1)  # none has become 0
+    multipliers, sound = _scaled(multipliers)
     rows = A.shape[0]
     y, error = _pull(A.over(data), multipliers)
     terms = torch.maximum(
         support(y - error, activation.range), support(y + error, activation.range)
     )
     gain, doubt = _exact_dot([(b[..., i], multipliers[..., i]) for i in range(rows)], multipliers)
-    slack = (terms.shape[-1] + 4) * torch.finfo(y.dtype).eps * terms.abs().sum(-1)
-    sound = sound & y.isfinite().all(-1) & error.isfinite().all(-1)
-    return sound & (gain - doubt > terms.sum(-1) + slack)
+    sound = sound & (y + error).isfinite().all(-1) & (gain + doubt).isfinite()
+    return sound & (gain - doubt > terms.sum(-1) + _slack(terms, y, error))
+
+
+def _scaled(multipliers: Tensor) -> tuple[Tensor, Bool[Tensor, "*batch"]]:
+    """λ at a size of 1, and where it is the same λ: finite, with no digit lost.
+
+    Only its direction counts. At a size of 1 its products underflow where they must only.
+    """
+    if not multipliers.shape[-1]:
+        return multipliers, multipliers.new_ones(multipliers.shape[:-1], dtype=torch.bool)
+    size = multipliers.abs().amax(-1, keepdim=True)
+    exponent = torch.frexp(size.nan_to_num(1.0)).exponent
+    scaled = torch.ldexp(multipliers, -exponent)
+    same = scaled.isfinite() & (torch.ldexp(scaled, exponent) == multipliers)
+    return scaled, same.all(-1)
+
+
+def _slack(terms: Float[Tensor, "*batch K"], y: Tensor, error: Tensor) -> Tensor:
+    """How much Σ terms may be too small: products and sums are rounded, and products underflow."""
+    info = torch.finfo(terms.dtype)
+    rounded = (terms.shape[-1] + 4) * info.eps * terms.abs().sum(-1)
+    return rounded + info.tiny * ((y != 0) | (error != 0)).sum(-1).to(terms.dtype)
 
 
 def _pull(A: LinearMap, ν: Tensor) -> tuple[Tensor, Tensor]:
@@ -309,10 +327,11 @@ def _exact_dot(pairs: list[tuple[Tensor, Tensor]], like: Tensor) -> tuple[Tensor
         total, carry = _two_sum(total, product)
         lost = lost + (rounding + carry)
         # Below this, the error of a product is no number any more: it counts as `tiny`.
-        faint = (product.abs() < tiny / eps**2) & (x != 0) & (y != 0)
+        # In the dtype of the numbers: in that of torch's default, this may itself be 0.
+        faint = ((product.abs() < tiny / eps**2) & (x != 0) & (y != 0)).to(like.dtype)
         bound = bound + rounding.abs() + carry.abs() + faint * (tiny / eps)
     result, rest = _two_sum(total, lost)
-    underflow = (bound > 0) * (4 * len(pairs) * tiny)
+    underflow = (bound > 0).to(like.dtype) * (4 * len(pairs) * tiny)
     return result, rest.abs() + (2 * len(pairs) + 4) * eps * bound + underflow
 
 
@@ -331,6 +350,9 @@ def _two_product(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    scaled = x * 134217729.0  # 2²⁷ + 1
-    high = scaled - (scaled - x)
+    large = x.abs() > 2.0**970  # it would overflow
+    small = torch.where(large, x * 2.0**-54, x)
+    scaled = small * 134217729.0  # 2²⁷ + 1
+    high = scaled - (scaled - small)
+    high = torch.where(large, high * 2.0**54, high)
     return high, x - high
