@@ -166,9 +166,7 @@ def independent(A: Array) -> tuple[int, ...]:
     return tuple(next(k for k in range(A.shape[0]) if reduced[i, k] != 0) for i in range(rank))
 
 
-def pulled(
-    A: Array, w: Array, g_z: Array, g_u: Array, g_ν: Array
-) -> tuple[Array, Array, Array]:
+def pulled(A: Array, w: Array, g_z: Array, g_u: Array, g_ν: Array) -> tuple[Array, Array, Array]:
     """x, s and t of one sample, where outputs with w = 0 stand still.
 
     Of all s that move the other outputs alike it is the least.
@@ -180,6 +178,8 @@ def pulled(
     given = column(g_z), column(np.where(still, 0, g_u)), asked
     blank = column(np.zeros(len(w)))
     sample = Precise(matrix(free), column(np.zeros(len(A))), blank, column(w), blank, kept)
-    x, s, _ = sample.pull(*given) if kept else (given[1] + times(column(w), given[0]), 0 * asked, None)
+    x, s, _ = (
+        sample.pull(*given) if kept else (given[1] + times(column(w), given[0]), 0 * asked, None)
+    )
     t = given[0] - matrix(A).transpose() * s
     return tuple(numbers(y)[:, 0] for y in (x + column(np.where(still, g_u, 0)), s, t))
