@@ -15,6 +15,7 @@ from tables import SOLVERS, K, apply, patchy, problem
 from taut import LagrangeMemory, Projection, Status, project
 from taut.activations import ACTIVATIONS, bounded, sigmoid
 from test_compiled import CONSTANT, Network, assert_same, each_kind, given
+from test_derivatives_agree import CELLS, by_autograd, case, differences
 
 
 def compiled(function, fullgraph=True, **options):
@@ -259,6 +260,24 @@ def test_a_sparse_matrix_breaks_the_graph(layout):
     assert_close(torch.compile(both, backend="eager")(v, sparse), both(v, A), rtol=0, atol=1e-12)
     with pytest.raises(Exception, match=r"sparse Tensor|\bdisable\b"):
         compiled(both)(v, sparse)
+
+
+def _tiers(cell):
+    return () if cell[1:] == ("plain", "twins") else pytest.mark.slow
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch of itself
+@pytest.mark.parametrize("cell", [pytest.param(x, marks=_tiers(x), id="-".join(x)) for x in CELLS])
+def test_compiled_gradients_are_those_of_autograd(cell):
+    """Whatever is held, clipped or dependent; h breaks the graph."""
+    asked = case(*cell)
+
+    def parts(*values):
+        return asked.parts(*values)
+
+    torch.compiler.reset()
+    fast = compiled(parts, fullgraph=cell[0] != "nonlinear")
+    assert not differences(asked, by_autograd(asked, fast), by_autograd(asked))
 
 
 # torch.export

@@ -144,15 +144,15 @@ class Inequalities(Problem):
 
     def output(self, u: Tensor) -> Float[Tensor, "N K"]:
         """z = clip(σ(u)), differentiable in u and in the bounds."""
-        held = u.isinf()
-        end = self.prepared.activation.sigma(u.detach())
-        z = self.prepared.activation.output(torch.where(held, 0, u))
-        z = torch.where(held, end, z)
+        held, activation = u.isinf(), self.prepared.activation
+        end = activation.sigma(u.detach())
         if not self.bounds:
-            return z
+            return torch.where(held, end, activation.output(torch.where(held, 0, u)))
         low, high = self._sides_of_z(u)
+        # σ(u) of a clipped output may overflow, and would then have NaN for a derivative.
+        z = activation.output(torch.where(held | low | high, 0, u))
         floor, ceiling = (x.to(z.dtype) for x in self.bounds)
-        return torch.where(low, floor, torch.where(high, ceiling, z))
+        return torch.where(low, floor, torch.where(high, ceiling, torch.where(held, end, z)))
 
     def value(self, multipliers: Tensor, u: Tensor) -> Float[Tensor, "N"]:
         activation, held = self.prepared.activation, u.isinf()
@@ -262,11 +262,10 @@ class Inequalities(Problem):
         return ok & ((multipliers != 0) | (self.lower == self.upper))
 
     def _slope(self, u: Tensor, held: Tensor) -> Float[Tensor, "N K"]:
-        w = self.prepared.activation.slope(torch.where(held, 0, u))
         if self.bounds:
             low, high = self._sides_of_z(u)
             held = held | low | high
-        return torch.where(held, 0, w)
+        return torch.where(held, 0, self.prepared.activation.slope(torch.where(held, 0, u)))
 
     def pushforward(
         self, multipliers: Tensor, u: Tensor, status: Tensor, tangents: Sequence[Tensor | None]
