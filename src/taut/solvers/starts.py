@@ -27,7 +27,11 @@ def first_state(search: Search, start: Tensor) -> State:
 
 
 def _lost(search: Search, state: State) -> Bool[Tensor, "n"]:
-    return ~(state.residual.abs() <= search.rules.lost * (1 + search.size_of_b)).all(-1)
+    lost = ~(state.residual.abs() <= search.rules.lost * (1 + search.size_of_b)).all(-1)
+    if search.bends is None:
+        return lost
+    # Where no σ bends, one step leads anywhere.
+    return (lost & search.bends.any()) | ~(state.relative < torch.inf)
 
 
 def _lift(search: Search, state: State) -> None:
