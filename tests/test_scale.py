@@ -1,6 +1,7 @@
 """Scale is a law: v, b and sides times a power of ten have the same verdicts, and z times it."""
 
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -157,3 +158,73 @@ def _reached(draw, *shape):
     A = draw.randn(*shape)
     A[..., 0, 0], A[..., 0, 2], A[..., 1, 0], A[..., 1, 2] = 1.0, 0.0, 0.0, 1.0
     return A
+
+
+def _conflict(found):
+    """Of every other sample, G asks twice for the same row, with sides that exclude each other."""
+    G, lower, upper = (found.constraints[x] for x in ("G", "lower", "upper"))
+    lower, upper = lower.clone(), upper.clone()
+    G = torch.cat([G, 2 * G[..., :1, :]], -2)
+    middle = torch.einsum("...k,...k->...", G[..., 0, :], found.y).unsqueeze(-1)
+    lower = torch.cat([lower, 2 * middle + 0.5], -1)
+    upper = torch.cat([upper, torch.full_like(middle, torch.inf)], -1)
+    lower[..., 0], upper[..., 0] = -torch.inf, middle[..., 0]
+    upper[::2, 0] += 1
+    status = found.status.clone()
+    status[1::2] = Status.INFEASIBLE
+    return _with(found, {"G": G, "lower": lower, "upper": upper}, status)
+
+
+def _with(found, more, status=None):
+    given = {**found.constraints, **more}
+    given = {name: x.to(found.v) for name, x in given.items() if x is not None}
+    return replace(found, constraints=given, status=found.status if status is None else status)
+
+
+def _bounded(found):
+    """Bounds on z instead of rows of G."""
+    below, above = torch.rand_like(found.v), torch.rand_like(found.v)
+    more = {"G": None, "lower": found.y - below, "upper": found.y + above}
+    return _with(found, more)
+
+
+def _too_tight(found):
+    """Bounds on z that leave A z = b no room, in every other sample."""
+    found, status = _bounded(found), found.status.clone()
+    b = found.b.clone()
+    most = torch.maximum(found.constraints["lower"].abs(), found.constraints["upper"].abs())
+    reach = torch.einsum("...ik,...k->...i", found.A.abs(), most.to(found.v))
+    b[1::2] = 1.5 * reach[1::2].to(b)
+    status[1::2] = Status.INFEASIBLE
+    return _with(found, {"b": b}, status)
+
+
+INEQUALITIES = {
+    **{name: (name, lambda found: found) for name in STRUCTURES},
+    "G alone": ("plain", lambda found: _with(found, {"A": None, "b": None})),
+    "conflict": ("plain", _conflict),
+    "conflict of G alone": ("plain", lambda x: _with(_conflict(x), {"A": None, "b": None})),
+    "bounds": ("plain", _bounded),
+    "too tight": ("plain", _too_tight),
+}
+each_inequality = pytest.mark.parametrize("name", INEQUALITIES)
+
+
+def inequality(activation, name, held_as, dtype, **options):
+    structure, change = INEQUALITIES[name]
+    options = {"own": held_as == "own", "dtype": dtype, "seed": 5, "size": 0.5, **options}
+    return change(problem(activation, kind="inequalities", structure=structure, **options))
+
+
+@each_backend
+@both_dtypes
+@each_map
+@each_inequality
+@each_line
+def test_inequalities_at_every_scale(activation, name, held_as, dtype, backend):
+    found = inequality(activation, name, held_as, dtype)
+    solution = solve(found, held_as)
+    assert_scaled(solution, found)
+    if solution.status.max() == Status.INFEASIBLE and held_as != "sparse":
+        radius, which = refuted(solution, found)
+        assert (radius >= 1e7)[which].all()

@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from taut.activations import Activation
+from taut.activations.codes import bends
 from taut.maps import LinearMap
 from taut.systems import Factor, solve_gram
 
@@ -89,6 +90,21 @@ class Sides:
     def equal(self) -> Bool[Tensor, "n M"]:
         """Which rows are equations."""
         return self.lower == self.upper
+
+    @property
+    def bends(self) -> Bool[Tensor, "K"] | None:
+        """The outputs whose σ bends; None where all do."""
+        return bends(self.activation, self.v.shape[-1])
+
+    @property
+    def own_size(self) -> float:
+        """A move of u that counts whatever the numbers given: 1, but 0 where no σ bends."""
+        return 1.0 if self.bends is None else float(self.bends.any())
+
+    def reach(self, step: Float[Tensor, "n M"]) -> Float[Tensor, "n"]:
+        """How far a step moves u where σ bends."""
+        far, which = self.C.adjoint(step).abs(), self.bends
+        return (far if which is None else far * which.to(far)).amax(-1)
 
     @property
     def straight(self) -> bool:
