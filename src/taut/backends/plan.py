@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from taut.activations import Activation, linear
-from taut.activations.codes import KINDS, codes, is_line
+from taut.activations.codes import KINDS, bends, codes, is_line
 from taut.analysis import Basis
 from taut.held import reach
 from taut.maps import as_map
 from taut.maps.pairs import Pairs
-from taut.systems import CONDITION, EVEN, FAINT, SAFE
+from taut.systems import CONDITION, EVEN, FAINT, SAFE, independent
 
 TILE = 4  # as in csrc/calls.h
 # Beyond this, the samples worked on no longer fit a cache, and the gain is gone.
@@ -95,6 +95,8 @@ def make_plan(basis: Basis, activation: Activation) -> Plan | None:
         "even": even,
         "faint": faint,
         "safe": SAFE,
+        "bending": bending(found, given),
+        "anchored": _anchored(a[:worked], found),
         "uniform": _uniform(found, given),
         "positive": activation.range.positive and bool((A >= 0).all()),
     }
@@ -131,8 +133,24 @@ def functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
     fill = {"kind": KINDS.index(linear), "shift": 0.0, "scale": 1.0, "temperature": 1.0}
     fill |= {"lower": -torch.inf, "upper": torch.inf}
     arrays = {name: pad(x, (0, more), value=fill[name]) for name, x in found._asdict().items()}
+    which = bends(activation, given)
+    if which is not None:
+        arrays["bends"] = pad(which.to(torch.int8), (0, more))
     plain = (arrays["shift"] == 0) & (arrays["scale"] == 1) & (arrays["temperature"] == 1)
     return arrays | {"plain": plain.to(torch.int8)}
+
+
+def bending(found: dict[str, Tensor], given: int) -> int:
+    """How many outputs bend."""
+    return int(found["bends"].sum()) if "bends" in found else given
+
+
+def _anchored(a: Float[Tensor, "kept outputs"], found: dict[str, Tensor]) -> bool:
+    """Has every combination of equations outputs that do not bend?"""
+    if "bends" not in found:
+        return False
+    even = (1 - found["bends"]).to(a.dtype).unsqueeze(0)
+    return bool(independent(as_map(a), even, (a == 0).all(-1)))
 
 
 def _uniform(found: dict[str, Tensor], given: int) -> int:

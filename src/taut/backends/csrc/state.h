@@ -83,7 +83,7 @@ INLINE lanes measure(const Plan *p, Work *x, double share, double implied, int r
     return largest;
 }
 
-/* u, and how far it has moved */
+/* u, and how far it has moved where σ bends */
 INLINE lanes predict(const Plan *p, Work *x) {
     lanes reach = all(0.0), sum[TILE];
     mask moved = all(0.0) != all(0.0);
@@ -93,7 +93,7 @@ INLINE lanes predict(const Plan *p, Work *x) {
         if (!from_zero) adjoint(p, x->multipliers, k, sum);
         for (int t = 0; t < TILE; t++) {
             lanes u = x->v[k + t] + (from_zero ? all(0.0) : sum[t]);
-            reach = larger(reach, absolute(u - x->u[k + t]));
+            reach = farther(p, k + t, reach, u - x->u[k + t]);
             x->u[k + t] = u;
         }
     }

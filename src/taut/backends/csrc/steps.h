@@ -7,7 +7,7 @@
 #include "newton.h"
 #include "single.h"
 
-#define LONGEST 3.0f    /* u moves no further in a step */
+#define LONGEST 3.0f    /* u moves no further in a step, unless its equations are anchored */
 #define CUTS 6          /* of a step that is too long */
 
 /* What the lanes of a group have come to */
@@ -188,7 +188,7 @@ PART flags shorten(const Plan *p, Team *t, int h, flags longer) {
 INLINE void take_steps(const Plan *p, Team *t, flags *act) {
     const int bits = live(act, t->count);
     singles by[ABREAST];
-    TIMED(FACTORISATION, directions(p, t, act, LONGEST));
+    TIMED(FACTORISATION, directions(p, t, act, p->anchored ? INFINITY : LONGEST));
     EACH(h, bits) by[h] = t->way[h].by;
     go(p, t, by, bits);
     EACH(h, bits) {
