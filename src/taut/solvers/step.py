@@ -238,12 +238,12 @@ def _tame(search: Search, state: State, step: Tensor) -> tuple[Tensor, Bool[Tens
     """The steps, with those that run away replaced; and which may be tried in full."""
     reach = search.reach(search.task.basis.map.adjoint(step))
     free = torch.zeros_like(reach, dtype=torch.bool)
-    far = ((reach > search.rules.reach) & reach.isfinite()).nonzero().squeeze(-1)
-    if len(far) and search.bends is not None:
-        free[far] = search.take(far).anchored(state.u[far], search.bends)
-    wild = (~((reach <= search.rules.wild * search.rules.reach) | free)).nonzero().squeeze(-1)
+    wild = (~(reach <= search.rules.wild * search.rules.reach)).nonzero().squeeze(-1)
     if len(wild) == 0:
         return step, free
+    if search.bends is not None:
+        good = search.take(wild).anchored(state.u[wild], search.bends) & reach[wild].isfinite()
+        free[wild], wild = good, wild[~good]
     return step.index_copy(0, wild, _damped(search.take(wild), state.take(wild))), free
 
 

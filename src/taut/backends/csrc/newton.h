@@ -60,12 +60,13 @@ PART void damp(const Plan *p, const Rules *r, Work *x, mask *which) {
 }
 
 /* From whole steps that were not good, of reach `far`: back, and shorter or longer ones. Where the
- * equations are anchored the curvature is never small: no step runs away, and all are tried in full.
- * What is left in `which` is where none was found. */
+ * equations are anchored the curvature is never small: none runs away, and the longest are tried in
+ * full. What is left in `which` is where none was found. */
 PART void search(const Plan *p, const Solve *s, Work *x, lanes first, lanes far, mask *which) {
     const Rules *r = s->rules;
-    if (p->anchored) far = choose(far < INFINITY, all(0.0), far);
     mask todo = *which, wild = todo & ~(far <= r->wild * r->reach);
+    if (p->anchored) far = choose(wild & (far < INFINITY), all(0.0), far);
+    wild &= far != 0.0;
     move(p, x, all(-1.0), todo);
     if (any(wild)) {
         evaluate(p, s, x);
