@@ -3,8 +3,8 @@
 Where σ has saturated at once in most outputs Newton's steps crawl. Solved loosely for a small t
 first, and with λ carried along as t rises, they do not.
 
-Where an exp is far too high, and all equations are anchored in outputs whose σ does not bend, b rises
-with v: σ is then nearly a wall, and λ nearly a multiple of t.
+Where an exp is far too high, and all equations are anchored in outputs whose σ does not bend, b
+rises with v: exp is then nearly a wall, and λ nearly a multiple of t.
 """
 
 from dataclasses import replace

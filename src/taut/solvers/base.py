@@ -15,7 +15,6 @@ from taut.maps import LinearMap
 from taut.outcome import Outcome, Status
 from taut.problems import Linear, Problem
 
-
 _FAR = 1e3  # a start is absurd where it moves u by more than so many times the size of v
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from taut.maps import DenseMap, LinearMap
 
-
 _APART = 1e-6  # pivots above this part of |a|² are far from 0
 
 
