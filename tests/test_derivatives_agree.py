@@ -421,7 +421,7 @@ def test_second_derivatives_agree(cell):
 @pytest.mark.parametrize("layout", ["coo", "csr"])
 @pytest.mark.parametrize("cell", [x for x in CELLS if x[0] == "equations"], ids="-".join)
 def test_a_sparse_matrix_has_the_gradients_of_a_dense_one(cell, layout):
-    """As it is, or prepared where torch.func cannot hold it, which test_derivatives_func asserts."""
+    """As it is, or prepared where torch.func cannot hold it: test_derivatives_func asserts that."""
     asked = case(*cell)
     matrix = getattr(asked.tensors["A"], f"to_sparse_{layout}")()
     held = can_hold(matrix)

@@ -123,6 +123,12 @@ class Law:
         return np.abs(self.shift) + np.abs(self.scale)
 
     @property
+    def straight(self) -> bool:
+        """Is σ a line through 0 in each coordinate?"""
+        lines = all(base is _BASES["linear"] for _, base in self.groups)
+        return lines and not self.shift.any()
+
+    @property
     def grows(self) -> NDArray[np.bool_]:
         """The coordinates whose σ is an exponential."""
         grows = np.zeros(len(self.shift), bool)

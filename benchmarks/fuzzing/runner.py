@@ -20,6 +20,7 @@ from fuzzing.gradients import check_gradients
 from fuzzing.held import check_held
 from fuzzing.optimal import check_optimal, look_closely
 from fuzzing.proofs import prove
+from fuzzing.scales import check_scales
 from fuzzing.tally import Failure, Tally, count_block
 from fuzzing.tangents import check_tangents
 from fuzzing.within import Within, make_within
@@ -62,7 +63,7 @@ def run_block(seed: int, number: int, most: int = MOST, kind: str = "equations")
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
-    return _checked(block, answer, again)
+    return _checked(block, answer, again + check_scales(block, solution))
 
 
 def _no_answer(block: Block | Within, error: Exception) -> Tally:
@@ -99,7 +100,7 @@ def _checked_within(block: Within, answer: Answer, solution: taut.Solution) -> T
     found += closely
     wrong = {row for row, _ in found}
     tangents, compared = check_tangents(block)
-    found += tangents + check_held(block)
+    found += tangents + check_held(block) + check_scales(block, solution)
     return _counted(block, answer, found, wrong, [counts, compared])
 
 
@@ -159,11 +160,14 @@ def replay(row: int, seed: int, number: int, most: int, kind: str = "equations")
         answer = Answer.of(solution)
         checks = check_optimal(block, answer, solution).items()
         others = look_closely(block, answer, solution)[0] + check_tangents(block)[0]
+        others += check_scales(block, solution)
         return [c for c, mask in checks if mask[row]] + [c for r, c in others if r == row]
-    answer = Answer.of(block.solve())
+    solution = block.solve()
+    answer = Answer.of(solution)
     failed = [check for check, mask in check_samples(block, answer).items() if mask[row]]
     failed += [check for r, check in prove(block, answer).failures if r == row]
     others = check_gradients(block)[0] + check_bits(block) + check_curves(seed, number)[0]
+    others += check_scales(block, solution)
     return failed + [check for r, check in others if r == row]
 
 

@@ -1,15 +1,24 @@
 """σ as numbers, output by output: for backends, which know no Python functions."""
 
 import json
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from taut.activations.activation import Activation, Interval, Written
 from taut.activations.derived import Affine, Mixture
-from taut.activations.table import ACTIVATIONS, exp, linear, sigmoid, srlu, tanh
+from taut.activations.table import (
+    ACTIVATIONS,
+    _srlu_sigma,
+    exp,
+    linear,
+    sigmoid,
+    srlu,
+    tanh,
+)
 
 #: The base functions that have a code: their place here.
 KINDS = (exp, sigmoid, tanh, linear)
@@ -148,6 +157,37 @@ def is_line(activation: Activation) -> bool:
     >>> is_line(tempered("linear", 2.0)), is_line(exp)
     (True, False)
     """
-    form = activation._form
-    base = form.base if isinstance(form, Affine) else activation
+    base = _base(activation)
+    if isinstance(base._form, Mixture):
+        return all(map(is_line, base._form.members))
     return base.sigma is linear.sigma
+
+
+def bends(activation: Activation, outputs: int) -> Bool[Tensor, "K"] | None:
+    """Which outputs have a σ that is another function some units of u further on.
+
+    The slopes of lines and of srlu stay within a factor of 3, so a step may be of any length. None
+    says that all outputs bend.
+
+    >>> from taut.activations import mixed
+    >>> bends(mixed(["exp", "linear", "srlu"]), 3), bends(exp, 3)
+    (tensor([ True, False, False]), None)
+    """
+    parts = _parts(_base(activation), outputs)
+    even = [_is_even(part) for part, _ in parts]
+    if not any(even):
+        return None
+    found = torch.ones(outputs, dtype=torch.bool, device="cpu")
+    for (_, place), one in zip(parts, even, strict=True):
+        found[place] = not one
+    return found
+
+
+def _is_even(activation: Activation) -> bool:
+    sigma = _base(activation).sigma
+    return sigma is linear.sigma or (isinstance(sigma, partial) and sigma.func is _srlu_sigma)
+
+
+def _base(activation: Activation) -> Activation:
+    form = activation._form
+    return form.base if isinstance(form, Affine) else activation

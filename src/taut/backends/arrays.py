@@ -21,7 +21,7 @@ _SIZES = {
     "plan": {
         "rows": "order sizes largest least most least_terms most_terms",
         "rows outputs": "a absolute",
-        "outputs": "kind plain shift scale temperature lower upper",
+        "outputs": "bends kind plain shift scale temperature lower upper",
         "kept kept": "flat inverse",
         "row_ends": "row_start",
         "row_entries": "row_output row_value",

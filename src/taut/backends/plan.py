@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from taut.activations import Activation, linear
-from taut.activations.codes import KINDS, codes, is_line
+from taut.activations.codes import KINDS, bends, codes, is_line
 from taut.analysis import Basis
 from taut.held import reach
 from taut.maps import as_map
 from taut.maps.pairs import Pairs
-from taut.systems import CONDITION, EVEN, FAINT, SAFE
+from taut.systems import CONDITION, EVEN, FAINT, SAFE, independent
 
 TILE = 4  # as in csrc/calls.h
 # Beyond this, the samples worked on no longer fit a cache, and the gain is gone.
@@ -61,10 +61,7 @@ def make_plan(basis: Basis, activation: Activation, every: bool = False) -> Plan
     out = None if every else basis.left_out
     kept = torch.ones(constraints, dtype=torch.bool, device="cpu") if out is None else ~out
     sparse = mostly_zeros(A)
-    disjoint = _disjoint(A, kept) if sparse else torch.zeros_like(kept)
-    parts = [x.nonzero().squeeze(-1) for x in (disjoint, kept & ~disjoint, ~kept)]
-    first, worked = len(parts[0]), len(parts[0]) + len(filled(parts[1]))
-    order = filled(torch.cat([parts[0], filled(parts[1]), parts[2]]))
+    order, first, worked = _ordered(A, kept, sparse)
     a = matrix(A, order, len(found["kind"]))
     absolute = a.abs()
     arrays = found | {"order": order, "a": a, "absolute": absolute, "sizes": absolute.sum(-1)}
@@ -102,6 +99,8 @@ def make_plan(basis: Basis, activation: Activation, every: bool = False) -> Plan
         "even": even,
         "faint": faint,
         "safe": SAFE,
+        "bending": bending(found, given),
+        "anchored": _anchored(a[:worked], found),
         "uniform": _uniform(found, given),
         "positive": activation.range.positive and bool((A >= 0).all()),
     }
@@ -138,8 +137,24 @@ def functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
     fill = {"kind": KINDS.index(linear), "shift": 0.0, "scale": 1.0, "temperature": 1.0}
     fill |= {"lower": -torch.inf, "upper": torch.inf}
     arrays = {name: pad(x, (0, more), value=fill[name]) for name, x in found._asdict().items()}
+    which = bends(activation, given)
+    if which is not None:
+        arrays["bends"] = pad(which.to(torch.int8), (0, more))
     plain = (arrays["shift"] == 0) & (arrays["scale"] == 1) & (arrays["temperature"] == 1)
     return arrays | {"plain": plain.to(torch.int8)}
+
+
+def bending(found: dict[str, Tensor], given: int) -> int:
+    """How many outputs bend."""
+    return int(found["bends"].sum()) if "bends" in found else given
+
+
+def _anchored(a: Float[Tensor, "kept outputs"], found: dict[str, Tensor]) -> bool:
+    """Has every combination of equations outputs that do not bend?"""
+    if "bends" not in found:
+        return False
+    even = (1 - found["bends"]).to(a.dtype).unsqueeze(0)
+    return bool(independent(as_map(a), even, (a == 0).all(-1)))
 
 
 def _uniform(found: dict[str, Tensor], given: int) -> int:
@@ -159,6 +174,15 @@ def mostly_zeros(A: Float[Tensor, "I K"]) -> bool:
     """Is it worth to hold A as lists?"""
     products = int((A != 0).sum(0).square().sum())
     return 4 * products < A.shape[0] ** 2 * A.shape[1] and products <= _MAX_PRODUCTS
+
+
+def _ordered(A: Tensor, kept: Bool[Tensor, "I"], sparse: bool) -> tuple[Tensor, int, int]:
+    """The rows that share no output, the other ones kept, the rest; how many are of the first, and
+    of the first two."""
+    disjoint = _disjoint(A, kept) if sparse else torch.zeros_like(kept)
+    parts = [x.nonzero().squeeze(-1) for x in (disjoint, kept & ~disjoint, ~kept)]
+    first, worked = len(parts[0]), len(parts[0]) + len(filled(parts[1]))
+    return filled(torch.cat([parts[0], filled(parts[1]), parts[2]])), first, worked
 
 
 def _disjoint(A: Float[Tensor, "I K"], kept: Bool[Tensor, "I"]) -> Bool[Tensor, "I"]:

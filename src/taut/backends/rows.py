@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from taut.activations import Activation
 from taut.activations.codes import is_line
 from taut.analysis import Basis
-from taut.backends.plan import Plan, filled, functions, lists, matrix, mostly_zeros
+from taut.backends.plan import Plan, bending, filled, functions, lists, matrix, mostly_zeros
 from taut.held import reach
 from taut.maps import as_map
 from taut.systems import CONDITION, EVEN, FAINT, SAFE
@@ -67,6 +67,8 @@ def make_rows(C: Basis, A: Basis, activation: Activation) -> Rows | None:
         "faint": FAINT,
         "safe": SAFE,
         "positive": False,
+        "bending": bending(known, given),
+        "anchored": False,
         "uniform": -1,
     }
     plan = Plan(sizes, {name: x.contiguous() for name, x in arrays.items()})

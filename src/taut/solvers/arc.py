@@ -196,7 +196,7 @@ def _search(
     sides: Sides, point: Point, step: Tensor, s: Tensor, orthant: Tensor, rules: Rules
 ) -> Point:
     """ν(α) = [ν + α step] in its orthant, judged by the slope of D at the end of the chord."""
-    far = sides.C.adjoint(step).abs().amax(-1)
+    far = sides.reach(step)
     whole, new = torch.ones_like(far), Point(*(x.clone() for x in point))
     first = whole if sides.straight else torch.where(far > rules.reach, rules.reach / far, whole)
     trial = _Trial(first, torch.zeros_like(far), torch.ones_like(far, dtype=torch.bool))

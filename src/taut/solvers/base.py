@@ -9,10 +9,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from taut.activations import Activation
+from taut.activations.codes import bends
 from taut.analysis import Basis
 from taut.maps import LinearMap
 from taut.outcome import Outcome, Status
 from taut.problems import Linear, Problem
+
+_FAR = 1e3  # a start is absurd where it moves u by more than so many times the size of v
 
 
 class Solver(ABC):
@@ -41,6 +44,12 @@ class Task:
         """The samples at `index`."""
         A, basis = self.A.take(index), self.basis.take(index)
         return replace(self, A=A, v=self.v[index], b=self.b[index], basis=basis)
+
+    @property
+    def bends(self) -> Float[Tensor, "K"] | None:
+        """1 for the outputs whose σ bends, 0 for the others; None where all bend."""
+        found = bends(self.activation, self.v.shape[-1])
+        return None if found is None else found.to(self.v)
 
     def residual(self, z: Float[Tensor, "n K"]) -> Float[Tensor, "n I"]:
         """A z − b."""
@@ -154,8 +163,14 @@ def usable(task: Task, start: Tensor) -> Tensor:
     """A start that is not a number, or absurdly far, is worse than none: then 0."""
     if start.numel() == 0:
         return start
-    if on_host(start) and task.A.abs().adjoint(start.abs()).max() < 1e3:
-        return start
+    which, size = task.bends, task.v.abs().amax(-1)
+    if which is None:
+        if on_host(start) and task.A.abs().adjoint(start.abs()).max() < _FAR:
+            return start
+        size = 1 + size
+    else:  # outputs that do not bend go as far as b asks
+        w = task.activation.slope(task.v)
+        size = which.amax() + size + (task.b.abs() / task.A.abs().apply(w)).nan_to_num().amax(-1)
     y = task.A.adjoint(start.nan_to_num()).abs().amax(-1)
-    near = start.isfinite().all(-1) & (y <= 1e3 * (1 + task.v.abs().amax(-1)))
+    near = start.isfinite().all(-1) & (y <= _FAR * size)
     return start.where(near.unsqueeze(-1), 0)

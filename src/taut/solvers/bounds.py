@@ -204,7 +204,10 @@ def _limited(sides: Sides, z: Float[Tensor, "n K"]) -> Float[Tensor, "n K"]:
 def _near(sides: Sides, start: Tensor) -> Tensor:
     """A start that is not a number, or absurdly far, is worse than none."""
     y = sides.C.abs().adjoint(start.nan_to_num().abs()).amax(-1)
-    near = start.isfinite().all(-1) & (y <= 1e3 * (1 + sides.v.abs().amax(-1)))
+    size = sides.own_size + sides.v.abs().amax(-1)
+    if sides.bends is not None:  # outputs that do not bend go as far as the sides ask
+        size = size + sides.extent
+    near = start.isfinite().all(-1) & (y <= 1e3 * size)
     return start.nan_to_num().where(near.unsqueeze(-1), 0)
 
 

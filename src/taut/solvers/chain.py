@@ -58,7 +58,7 @@ def chain(sides: Sides, start: Float[Tensor, "N M"] | None, rules: Rules, exact:
 
 def _size(sides: Sides) -> Float[Tensor, "n"]:
     """Of the numbers given."""
-    size = 1 + sides.v.abs().amax(-1)
+    size = sides.own_size + sides.v.abs().amax(-1)
     for x in (sides.lower, sides.upper):
         if x.shape[-1]:
             size = size + x.where(x.isfinite(), 0).abs().amax(-1)
@@ -162,7 +162,7 @@ class _Work:
         status = status.where(status >= 0, int(Status.MAX_ITERATIONS))
         ν = point.multipliers
         if ν.shape[-1]:
-            blur = 1 + (sides.v.abs() + point.u.abs()).amax(-1, keepdim=True)
+            blur = sides.own_size + (sides.v.abs() + point.u.abs()).amax(-1, keepdim=True)
             idle = ν.abs() * sides.C.largest() <= self.rules.idle * blur
             idle = idle & (ν != 0) & ~sides.equal & (status == Status.CONVERGED).unsqueeze(-1)
             index = idle.any(-1).nonzero().squeeze(-1)

@@ -23,6 +23,7 @@ _GROWTH = 3.0  # of t, a step
 _REACH = 4.0  # how far u may move in a step
 _NEARLY = 0.99  # of the way to the next slack or multiplier that would be 0
 _LOOSE = 0.03  # how far C z may be from what was predicted while t moves
+_NONE = 1e-140  # a distance that is none: its square is no number
 _LEAST = 1e-3  # of the largest row: no row is measured by less
 
 #: Multipliers of some samples, at an iteration: which of them need no more work?
@@ -36,6 +37,7 @@ class _Rows:
 
     activation: Activation
     line: bool
+    even: bool  # does no σ bend?
     C: LinearMap
     norm: Float[Tensor, "*n M"]
     v: Float[Tensor, "n K"]
@@ -63,7 +65,7 @@ class _Rows:
         lower, upper = lower.where(lower.isfinite(), 0), upper.where(upper.isfinite(), 0)
         unit = sides.v.new_ones(len(sides.v), 1)
         given = (C, norm, sides.v, boxed, lower, upper, equal, low, high, unit, unit)
-        return _Rows(sides.activation, sides.line, *given)
+        return _Rows(sides.activation, sides.line, sides.own_size == 0, *given)
 
     def apply(self, z: Tensor) -> Float[Tensor, "n L"]:
         return torch.cat([self.C.apply(z), z], -1) if self.boxed else self.C.apply(z)
@@ -158,16 +160,16 @@ def _begin(rows: _Rows) -> tuple[_Rows, _Path]:
     """A point between the sides, near σ(t v), and sizes for slacks and multipliers."""
     v, low, high = rows.v, rows.has_lower, rows.has_upper
     t = torch.ones_like(rows.unit_z)
-    if not rows.line:
+    if not rows.even:
         t = (_START / v.abs().amax(-1, keepdim=True).clamp_min(TINY)).clamp(max=1.0)
     z, w = rows.activation.sigma(t * v), rows.activation.slope(t * v)
     r = rows.apply(z)
     unit_z, unit_u = w.amax(-1, keepdim=True), torch.ones_like(rows.unit_u)
-    if rows.line:
+    if rows.even:
         off = torch.where(low | rows.equal, rows.lower - r, 0)
         off = torch.maximum(off, torch.where(high | rows.equal, r - rows.upper, 0))
         far = torch.maximum(_most(off), 1e-6 * z.abs().amax(-1, keepdim=True))
-        unit_z = far.clamp_min(1e-12)
+        unit_z = torch.where(far > _NONE, far, 1)
         unit_u = unit_z / w.amax(-1, keepdim=True)
     width = torch.where(low & high, rows.upper - rows.lower, torch.inf)
     room = torch.minimum(unit_z, 0.5 * width)
@@ -200,7 +202,7 @@ def _error(rows: _Rows, path: _Path) -> tuple[Float[Tensor, "n L"], Float[Tensor
     low, high = rows.has_lower, rows.has_upper
     size = rows.terms(path.z) + torch.where(rows.equal, rows.lower.abs(), 0)
     # Rows whose outputs go to 0 would keep it busy for ever.
-    floor = torch.maximum(_most(size), rows.unit_z) if rows.line else _most(size)
+    floor = torch.maximum(_most(size), rows.unit_z) if rows.even else _most(size)
     size = (size + _LEAST * floor).clamp_min(TINY)
     unit = rows.unit_u + _most(path.ν.abs())
     equal, lower, upper = _residuals(rows, path)
@@ -321,7 +323,7 @@ class _System:
             ratio = torch.where(there & (dx < 0), -x / dx, torch.inf)
             if ratio.shape[-1]:
                 length = torch.minimum(length, part * ratio.amin(-1, keepdim=True))
-        if not rows.line:
+        if not rows.even:
             reach = _REACH * (1 + 0.25 * path.u.abs()) / move.u.abs().clamp_min(TINY)
             length = torch.minimum(length, reach.amin(-1, keepdim=True))
         return length.clamp(max=1.0)

@@ -239,7 +239,7 @@ def _judged(
 
 def _annealed(search: Search, state: State, progress: "_Progress") -> tuple[State, "_Progress"]:
     """With another start for the samples that are still open, if their logits are large."""
-    large = search.task.v.abs().amax(-1) > _LARGE
+    large = search.reach(search.task.v) > _LARGE
     index = (progress.open & large).nonzero().squeeze(-1)
     if len(index) == 0:
         return state, progress
@@ -255,7 +255,7 @@ def _from_zero(
 
     Far out all activations have saturated, and a step moves u by next to nothing.
     """
-    large = search.task.v.abs().amax(-1) > _LARGE
+    large = search.reach(search.task.v) > _LARGE
     given = (start[progress.place] != 0).any(-1)
     index = (progress.open & given & ~large).nonzero().squeeze(-1)
     if len(index) == 0:

@@ -5,6 +5,7 @@ says that neither is active. z = clip(σ(v + Cᵀν)), with slope 0 where it is 
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, final
 
 import torch
@@ -12,11 +13,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from taut.activations import Activation
+from taut.activations.codes import bends
 from taut.maps import LinearMap
 from taut.systems import Factor, solve_gram
 
 EPS = 2.0**-52
 TINY = 1e-290
+_PART = 0.25  # of the size of the numbers given: a unit of u at bounds, where no σ bends
 
 
 @final
@@ -89,6 +92,38 @@ class Sides:
     def equal(self) -> Bool[Tensor, "n M"]:
         """Which rows are equations."""
         return self.lower == self.upper
+
+    @property
+    def bends(self) -> Bool[Tensor, "K"] | None:
+        """The outputs whose σ bends; None where all do."""
+        return bends(self.activation, self.v.shape[-1])
+
+    @property
+    def own_size(self) -> float:
+        """A move of u that counts whatever the numbers given: 1, but 0 where no σ bends."""
+        return 1.0 if self.bends is None else float(self.bends.any())
+
+    @cached_property
+    def extent(self) -> Float[Tensor, "n"]:
+        """The size of the numbers given, as moves of u."""
+        w = self.activation.slope(self.v)
+        size = torch.maximum(self.v.abs(), self.clip(self.activation.sigma(self.v)).abs() / w)
+        size, terms = size.amax(-1), self.C.abs().apply(w)
+        for x in (self.lower, self.upper):
+            ratio = x.where(x.isfinite(), 0).abs() / terms
+            size = size + ratio.nan_to_num(0.0, 0.0, 0.0).sum(-1)
+        return size
+
+    def reach(self, step: Float[Tensor, "n M"]) -> Float[Tensor, "n"]:
+        """How far a step moves u, in units of σ where it bends, and of `extent` at bounds."""
+        far, which = self.C.adjoint(step).abs(), self.bends
+        if which is None:
+            return far.amax(-1)
+        bent = far * which.to(far)
+        if self.floor is None:
+            return bent.amax(-1)
+        unit = (_PART * self.extent).clamp_min(TINY).unsqueeze(-1)
+        return torch.maximum(bent, far / unit).amax(-1)
 
     @property
     def straight(self) -> bool:

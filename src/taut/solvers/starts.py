@@ -1,10 +1,11 @@
 """Where Newton's method begins: at the λ that was given, or where exp is neither huge nor all 0."""
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from taut.solvers import base
+from taut.solvers.anneal import grown
 from taut.solvers.base import relative
 from taut.solvers.step import Search, State
 
@@ -22,12 +23,28 @@ def first_state(search: Search, start: Tensor) -> State:
     lost = _lost(search, state).nonzero().squeeze(-1)
     if len(lost):
         state.write(lost, _lower(search.take(lost), state.take(lost)))
+        _grow(search, state, lost)
     _lift(search, state)
     return state
 
 
+def _grow(search: Search, state: State, index: Int[Tensor, "m"]) -> None:
+    """A better start for the samples of `index` that are anchored, and lost even now."""
+    if search.bends is None:
+        return
+    part = search.take(index)
+    still = _lost(part, state.take(index)) & part.anchored(state.u[index], search.bends)
+    index = index[still]
+    if len(index):
+        state.write(index, grown(search.take(index), state.take(index)))
+
+
 def _lost(search: Search, state: State) -> Bool[Tensor, "n"]:
-    return ~(state.residual.abs() <= search.rules.lost * (1 + search.size_of_b)).all(-1)
+    lost = ~(state.residual.abs() <= search.rules.lost * (1 + search.size_of_b)).all(-1)
+    if search.bends is None:
+        return lost
+    # Where no σ bends, one step leads anywhere.
+    return (lost & search.bends.any()) | ~(state.relative < torch.inf)
 
 
 def _lift(search: Search, state: State) -> None:

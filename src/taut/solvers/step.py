@@ -21,6 +21,7 @@ from taut.systems import (
     SharedFactor,
     factorise,
     factorise_unseen,
+    independent,
     share,
     solve_gram,
     solve_gram_roughly,
@@ -57,6 +58,7 @@ class Search(NamedTuple):
     target: float  # the level of `relative` that is enough
     share: float  # of |A||z| that counts in the size of a residual
     cap: float  # what must be met, with all of |A||z|: the rule that CONVERGED promises
+    bends: Float[Tensor, "K"] | None  # 1 where σ bends, 0 where it does not; None: everywhere
 
     @staticmethod
     def of(task: Task, rules: Rules, dtype: torch.dtype) -> "Search":
@@ -64,7 +66,7 @@ class Search(NamedTuple):
         if not base.on_host(task.v):  # steps with an old factor need more looks than a new one
             rules = replace(rules, chords=0)
         levels = rules.target(dtype), rules.share(dtype), rules.cap(dtype)
-        return Search(task, rules, task.b.abs(), *levels)
+        return Search(task, rules, task.b.abs(), *levels, task.bends)
 
     def state(self, multipliers: Float[Tensor, "n I"]) -> State:
         """Everything at λ."""
@@ -86,6 +88,20 @@ class Search(NamedTuple):
     def slope_along(self, step: Float[Tensor, "n I"], state: State) -> Float[Tensor, "n"]:
         """h: the derivative of D along the step."""
         return (step * self.restrict(state.residual)).sum(-1)
+
+    def reach(self, du: Float[Tensor, "n K"]) -> Float[Tensor, "n"]:
+        """How far u moves where σ bends: elsewhere a step may be of any length."""
+        return (du.abs() if self.bends is None else du.abs() * self.bends).amax(-1)
+
+    def anchored(self, u: Tensor, bends: Tensor) -> Bool[Tensor, "n"]:
+        """Where every combination of equations has outputs of which σ does not bend.
+
+        The curvature is then never small: no step runs away.
+        """
+        basis, even = self.task.basis, (1 - bends).expand_as(u)
+        if not basis.map.iterative:
+            return independent(basis.map, even, basis.left_out)
+        return (basis.map.abs().apply(even) > 0).all(-1)
 
     def direction(self, w: Tensor, residual: Tensor) -> Tensor:
         """−(Q diag(w) Qᵀ)⁻¹∇D: Newton's where w are the slopes."""
@@ -119,7 +135,7 @@ def newton_step(search: Search, state: State, closed: Bool[Tensor, "n"] | None) 
             direction = search.take(again).direction(w[again], state.residual[again])
             step.index_copy_(0, again, direction)
         part, before = search.take(index), state.take(index)
-        result.write(index, _search(part, before, _tame(part, before, step[index])))
+        result.write(index, _search(part, before, *_tame(part, before, step[index])))
     if factor is None or not search.rules.chords:
         return result
     # A step with the old factor gains about as much as the last one did: take such steps where
@@ -169,7 +185,7 @@ def _direction(
 def _good(search: Search, state: State, step: Tensor, result: State) -> Tensor:
     """Is the whole step plainly good? Near, and with a D that is nearly level at its end."""
     rules, basis = search.rules, search.task.basis
-    reach = (result.u - state.u).abs_().amax(-1)
+    reach = search.reach(result.u - state.u)
     first = search.slope_along(step, state).abs_()
     h = search.slope_along(step, result)
     good = (h.abs_() <= rules.level * first) & (reach <= rules.reach)
@@ -219,13 +235,17 @@ def worth_leaving_out(count: int, state: State) -> bool:
     return count <= 0.7 * len(state.u) and state.u.numel() >= 2**14
 
 
-def _tame(search: Search, state: State, step: Tensor) -> Tensor:
-    """The steps, with those that run away replaced."""
-    reach = search.task.basis.map.adjoint(step).abs_().amax(-1)
+def _tame(search: Search, state: State, step: Tensor) -> tuple[Tensor, Bool[Tensor, "n"]]:
+    """The steps, with those that run away replaced; and which may be tried in full."""
+    reach = search.reach(search.task.basis.map.adjoint(step))
+    free = torch.zeros_like(reach, dtype=torch.bool)
     wild = (~(reach <= search.rules.wild * search.rules.reach)).nonzero().squeeze(-1)
     if len(wild) == 0:
-        return step
-    return step.index_copy(0, wild, _damped(search.take(wild), state.take(wild)))
+        return step, free
+    if search.bends is not None:
+        good = search.take(wild).anchored(state.u[wild], search.bends) & reach[wild].isfinite()
+        free[wild], wild = good, wild[~good]
+    return step.index_copy(0, wild, _damped(search.take(wild), state.take(wild))), free
 
 
 def _damped(search: Search, state: State) -> Tensor:
@@ -243,11 +263,14 @@ def _damped(search: Search, state: State) -> Tensor:
     return search.direction(search.task.activation.slope(state.u) + mu, state.residual)
 
 
-def _search(search: Search, state: State, step: Tensor) -> State:
-    """The state at λ + αp, with α chosen for each sample from the size and sign of h(α)."""
+def _search(search: Search, state: State, step: Tensor, free: Bool[Tensor, "n"]) -> State:
+    """The state at λ + αp, with α chosen for each sample from the size and sign of h(α).
+
+    It begins with 1 where the step is `free`, and elsewhere with what moves u by `reach`.
+    """
     rules = search.rules
     steepness = search.slope_along(step, state).abs()
-    reach = search.task.basis.map.adjoint(step).abs().amax(-1)
+    reach = search.reach(search.task.basis.map.adjoint(step)).masked_fill(free, 0)
     alpha = (rules.reach / reach).nan_to_num(0.0).clamp(max=1)
     growing, low = torch.ones_like(alpha, dtype=torch.bool), torch.zeros_like(alpha)
     todo = torch.arange(len(step), device=step.device)

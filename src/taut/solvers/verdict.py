@@ -144,8 +144,8 @@ def settle(search: Search, state: State) -> tuple[State, Bool[Tensor, "n"]]:
 
     z = σ(v + Aᵀλ) inherits the rounding of that sum. Where v and Aᵀλ are much larger than z it
     exceeds the rule, though z itself has the digits to keep it. Where the correction is more than
-    that rounding it is refused: it would be a step, and z no longer σ(u). Where σ is flat, u can
-    move far and z not at all: there only z is corrected.
+    that rounding and z no longer σ(u) it is refused. Where σ is flat, u can move far and z not at
+    all: there only z is corrected.
     """
     task, basis = search.task, search.task.basis
     multipliers, u, z, residual, level = state
@@ -163,8 +163,8 @@ def settle(search: Search, state: State) -> tuple[State, Bool[Tensor, "n"]]:
     eps = torch.finfo(z.dtype).eps if basis.left_out is None else task.eps
     blur = 64 * eps * (z.abs() + w * size)
     near = (w * (u - state.u).abs() <= blur).all(-1)
-    good = near & keeps(search, z, residual)
     follows = ((task.activation.sigma(u) - z).abs() <= blur).all(-1, keepdim=True)
+    good = (near | follows.squeeze(-1)) & keeps(search, z, residual)
     multipliers = multipliers.where(follows, state.multipliers)
     return State(multipliers, u.where(follows, state.u), z, residual, level), good
 

@@ -7,6 +7,7 @@ from taut.systems.gram import (
     conjugate_gradient as conjugate_gradient,
     factorise as factorise,
     factorise_unseen as factorise_unseen,
+    independent as independent,
     share as share,
     solve_gram as solve_gram,
     solve_gram_roughly as solve_gram_roughly,

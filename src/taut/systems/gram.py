@@ -10,6 +10,8 @@ from torch import Tensor
 
 from taut.maps import DenseMap, LinearMap
 
+_APART = 1e-6  # pivots above this part of |a|² are far from 0
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -106,6 +108,24 @@ def factorise_unseen(
     """`factorise`, and where there is a factor: on a device nobody looks whether all have one."""
     triangle, info = torch.linalg.cholesky_ex(_gram(A, w, left_out))
     return Factor(triangle, left_out, None), info == 0
+
+
+def independent(
+    A: LinearMap, w: Float[Tensor, "N K"], left_out: Bool[Tensor, "*n I"] | None
+) -> Bool[Tensor, "N"]:
+    """Are the equations far from dependent, seen in the outputs with w = 1 of 0 and 1 alone?
+
+    >>> A, w = DenseMap(torch.tensor([[1.0, 0.0], [1.0, 1.0]])), torch.tensor([[1.0, 1], [1, 0]])
+    >>> independent(A, w, None)
+    tensor([ True, False])
+    """
+    gram = _gram(A, w, left_out)
+    size = A.gram_diagonal(torch.ones_like(w))
+    if left_out is not None:
+        size = size.masked_fill(left_out, 1)
+    triangle, info = torch.linalg.cholesky_ex(gram)
+    pivots = triangle.diagonal(dim1=-2, dim2=-1).square()
+    return (info == 0) & (pivots > _APART * size).all(-1)
 
 
 def _gram(A: LinearMap, w: Tensor, left_out: Tensor | None) -> Tensor:

@@ -16,13 +16,13 @@ PART void orient_all(const Plan *p, Sides *x, mask open) {
     }
 }
 
-/* max|Cᵀ step| */
+/* max|Cᵀ step| where σ bends */
 INLINE lanes reach_of_step(const Plan *p, Sides *x) {
     const int64_t count = list_pairs(p, x->step, x->pairs);
     lanes far = all(0.0), sum[TILE];
     for (int64_t k = 0; k < p->outputs; k += TILE) {
         adjoint_of(p, x->step, x->pairs, count, k, sum);
-        for (int t = 0; t < TILE; t++) far = larger(far, absolute(sum[t]));
+        for (int t = 0; t < TILE; t++) far = farther_at(p, k + t, far, sum[t]);
     }
     return far;
 }

@@ -46,6 +46,9 @@
     FIELD(const float *, inverse_single) /* `flat`: worked × rows */                             \
     FIELD(const float *, straight)  /* `flat` times A: worked × outputs */                       \
     FIELD(const float *, shares)    /* the part of Σ|a| that counts in the size of a residual */ \
+    FIELD(int64_t, bending)         /* outputs whose σ bends: 0 where all are lines */           \
+    FIELD(const int8_t *, bends)    /* which; NULL: all */                                       \
+    FIELD(int64_t, anchored)        /* has every combination of equations outputs that do not? */ \
     FIELD(int64_t, uniform)         /* the kind of all, where all are plain and alike; else −1 */ \
     FIELD(const int8_t *, kind)                                                                  \
     FIELD(const int8_t *, plain)    /* without shift, scale and temperature */                   \

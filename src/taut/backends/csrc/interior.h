@@ -118,7 +118,7 @@ PART lanes longest_step(const Path *y, double part) {
         for (int q = 0; q < 4; q++)
             length = smaller(choose(by[q] < 0.0, -part * from[q] / by[q], all(INFINITY)), length);
     }
-    for (int64_t k = 0; !y->line && k < y->p->given; k++) {
+    for (int64_t k = 0; y->p->bending && k < y->p->given; k++) {
         lanes reach = LEAP * (1.0 + 0.25 * absolute(y->x->u[k]));
         length = smaller(reach / at_least(absolute(y->x->old_u[k]), all(TINY)), length);
     }
@@ -187,7 +187,7 @@ PART void step_path(Path *y, mask open) {
     }
     find_move(y);
     length = longest_step(y, NEARLY);
-    if (!y->line) length = judge_length(y, length, open);
+    if (y->p->bending) length = judge_length(y, length, open);
     length = within(open, length);
     if (!y->line) {
         lanes t = y->t + length * y->dt;

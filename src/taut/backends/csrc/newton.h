@@ -45,12 +45,16 @@ PART void find_step(const Plan *p, Work *x, mask which) {
     for (int64_t i = 0; i < p->kept; i++) x->step[i] = choose(which, x->trial[i], x->step[i]);
 }
 
-/* max|Aᵀx| over the outputs */
-INLINE lanes span(const Plan *p, const lanes *x) {
+/* max|Aᵀx|; where σ bends it is in `far` */
+INLINE lanes span(const Plan *p, const lanes *x, lanes *far) {
     lanes largest = all(0.0), sum[TILE];
+    *far = largest;
     for (int64_t k = 0; k < p->outputs; k += TILE) {
         adjoint(p, x, k, sum);
-        for (int t = 0; t < TILE; t++) largest = larger(largest, absolute(sum[t]));
+        for (int t = 0; t < TILE; t++) {
+            largest = larger(largest, absolute(sum[t]));
+            *far = farther_at(p, k + t, *far, sum[t]);
+        }
     }
     return largest;
 }
@@ -60,24 +64,29 @@ PART void damp(const Plan *p, const Rules *r, Work *x, mask *which) {
     for (int64_t i = 0; i < p->kept; i++)
         x->trial[i] = choose(is_kept(p, x, i), -x->residual[i], all(0.0));
     multiply(p, p->flat, x->trial, x->y);
-    lanes mu = span(p, x->trial) / r->damped;
+    lanes far, mu = span(p, x->trial, &far) / r->damped;
     for (int64_t k = 0; k < p->outputs; k++) x->y[k] = x->w[k] + mu;
     form_kept(p, x, x->y);
     factorise(p, x->gram, x->diagonal, r->pivot, which);
     find_step(p, x, *which);
 }
 
-/* From whole steps that were not good, of reach `far`: back, and shorter or longer ones. What is
- * left in `which` is where none was found. */
+/* From whole steps that were not good, of reach `far`: back, and shorter or longer ones. Where the
+ * equations are anchored the curvature is never small: none runs away, and the longest are tried in
+ * full. What is left in `which` is where none was found. */
 PART void search(const Plan *p, const Solve *s, Work *x, lanes first, lanes far, mask *which) {
     const Rules *r = s->rules;
     mask todo = *which, wild = todo & ~(far <= r->wild * r->reach);
+    if (p->anchored) far = choose(wild & (far < INFINITY), all(0.0), far);
+    wild &= far != 0.0;
     move(p, x, all(-1.0), todo);
     if (any(wild)) {
         evaluate(p, s, x);
         damp(p, r, x, &wild);
         first = choose(wild, absolute(dot(p, x->step, x->residual)), first);
-        far = choose(wild, span(p, x->step), far);
+        lanes damped;
+        span(p, x->step, &damped);
+        far = choose(wild, damped, far);
     }
     lanes low = all(0.0), alpha = at_most(r->reach / far, all(1.0)), now = low;
     mask growing = todo;
@@ -99,10 +108,10 @@ PART void search(const Plan *p, const Solve *s, Work *x, lanes first, lanes far,
     *which = todo;
 }
 
-/* Does a start lead nowhere? */
+/* Does a start lead nowhere? Where no σ bends, one step leads anywhere. */
 INLINE mask is_lost(const Plan *p, const Solve *s, const Work *x) {
-    mask lost = x->relative != x->relative;
-    for (int64_t i = 0; i < p->rows; i++)
+    mask lost = ~(x->relative < INFINITY);
+    for (int64_t i = 0; p->bending && i < p->rows; i++)
         lost |= ~(absolute(x->residual[i]) <= s->rules->lost * (1.0 + absolute(x->b[i])));
     return lost;
 }
@@ -334,15 +343,13 @@ PART mask solve_lanes(const Plan *p, const Solve *s, Work *x, mask which, lanes 
     const Rules *r = s->rules;
     evaluate(p, s, x);
     lanes start = x->reach;
-    mask lost = x->relative != x->relative;
-    for (int64_t i = 0; i < p->rows; i++)
-        lost |= ~(absolute(x->residual[i]) <= r->lost * (1.0 + absolute(x->b[i])));
-    lost &= which;
+    mask lost = which & is_lost(p, s, x);
     if (any(lost)) lower(p, s, x, lost);
     lift(p, s, x, which);
     lanes best = all(INFINITY), stalls = all(0.0), iterations = all(0.0);
-    mask solved = stalls > 0.0, open = (x->relative < INFINITY) & (start < r->far), left = solved;
-    open &= which & ~at_end(p, s, x);
+    mask solved = stalls > 0.0, open = which & (x->relative < INFINITY), left = solved;
+    if (!p->anchored) open &= start < r->far;
+    open &= ~at_end(p, s, x);
     for (int64_t iteration = 0; any(open); iteration++) {
         mask gained = x->relative < 0.5 * best;
         stalls = choose(gained, all(0.0), stalls + 1.0);

@@ -8,6 +8,7 @@
 
 #define FIRST_LOGIT 2.0 /* the largest that the path begins with */
 #define LEAST 1e-3      /* of the largest row: no row is measured by less */
+#define NONE 1e-140     /* a distance that is none: its square is no number */
 
 typedef struct {
     const Plan *p;
@@ -106,20 +107,24 @@ PART void begin_path(Path *y, lanes most) {
     Sides *x = y->x;
     lanes far = all(0.0), steepest = all(0.0);
     y->t = y->dt = all(1.0);
-    if (!y->line) {
+    if (y->p->bending) {
         for (int64_t k = 0; k < y->p->given; k++)
             far = larger(far, choose(is_infinite(x->v[k]), all(0.0), absolute(x->v[k])));
         y->t = at_most(FIRST_LOGIT / at_least(far, all(TINY)), all(1.0));
     }
     memset(y->nu, 0, y->all * sizeof *y->nu);
     evaluate_path(y);
-    for (int64_t k = 0; !y->line && k < y->p->given; k++) steepest = larger(steepest, x->w[k]);
+    for (int64_t k = 0; !y->line && k < y->p->given; k++) {
+        steepest = larger(steepest, x->w[k]);
+        most = larger(most, absolute(x->z[k]));
+    }
     far = all(0.0);
     for (int64_t i = 0; i < y->all; i++)
         far = larger(far, larger(y->lower[i] - y->r[i], y->r[i] - y->upper[i]));
-    far = at_least(larger(far, 1e-6 * most), all(1e-12));
-    y->unit_z = y->line ? far : steepest;
-    y->unit_u = y->line ? far : all(1.0);
+    far = larger(far, 1e-6 * most);
+    far = choose(far > NONE, far, all(1.0));
+    y->unit_z = y->p->bending ? steepest : far;
+    y->unit_u = y->p->bending ? all(1.0) : y->line ? far : far / steepest;
     for (int64_t i = 0; i < y->all; i++) {
         mask low = has_lower(y, i), high = has_upper(y, i);
         lanes room = smaller(y->unit_z, choose(low & high, 0.5 * (y->upper[i] - y->lower[i]), all(INFINITY)));
@@ -173,7 +178,8 @@ PART lanes error_of_path(Path *y, lanes most) {
         largest = larger(largest, y->size[i]);
         longest = larger(longest, absolute(y->nu[i]));
     }
-    if (y->line) largest = larger(largest, y->unit_z) * 1e3; /* every row by the largest */
+    if (!y->p->bending) largest = larger(largest, y->unit_z);
+    if (y->line) largest *= 1e3; /* every row by the largest */
     const lanes unit = y->unit_u + longest;
     for (int64_t i = 0; i < y->all; i++) {
         y->size[i] = at_least(y->size[i] + LEAST * largest, all(TINY));

@@ -109,6 +109,11 @@ INLINE void write_rows(const Plan *p, const lanes *from, void *x, int64_t first,
     write_rows_of(p, from, x, first, samples, single, (mask){0} == 0);
 }
 
+/* Only outputs whose σ bends count where it is asked how far u moves. */
+INLINE lanes farther_at(const Plan *p, int64_t k, lanes far, lanes by) {
+    return p->bends && !p->bends[k] ? far : farther(far, absolute(by));
+}
+
 INLINE Output activate_output(const Plan *p, int64_t k, lanes u) {
     if (p->plain[k]) return activate(p->kind[k], u);
     Output out = activate(p->kind[k], u / p->temperature[k]);

@@ -95,7 +95,7 @@ INLINE lanes measure(const Plan *p, Work *x, double share, double implied, int r
     return largest;
 }
 
-/* u, and how far it has moved */
+/* u, and how far it has moved where σ bends */
 INLINE lanes predict(const Plan *p, Work *x) {
     lanes reach = all(0.0), sum[TILE];
     mask moved = all(0.0) != all(0.0);
@@ -105,7 +105,7 @@ INLINE lanes predict(const Plan *p, Work *x) {
         if (!from_zero) adjoint(p, x->multipliers, k, sum);
         for (int t = 0; t < TILE; t++) {
             lanes u = x->v[k + t] + (from_zero ? all(0.0) : sum[t]);
-            reach = farther(reach, absolute(u - x->u[k + t])); /* ∞ − ∞ where held */
+            reach = farther_at(p, k + t, reach, u - x->u[k + t]); /* ∞ − ∞ where held */
             x->u[k + t] = u;
         }
     }

@@ -8,6 +8,7 @@
 #include "single.h"
 
 #define LONGEST 3.0f    /* u moves no further in a step */
+#define ANCHORED 100.0f /* but where equations are anchored, and a step is longer than this */
 #define CUTS 6          /* of a step that is too long */
 
 /* What the lanes of a group have come to */
@@ -108,8 +109,10 @@ INLINE void measure_step(const Plan *p, const Group *x, Way *way, flags act, flo
         curve += x->w[k] * d * d;
         from += x->z[k] * d;
     }
-    const singles by = way->down / curve;
-    way->by = pick(act, pick(by * far <= longest, by, longest / far), every(0.0f));
+    const singles by = way->down / curve, reach = by * far;
+    flags whole = reach <= longest;
+    if (p->anchored) whole |= reach > ANCHORED;
+    way->by = pick(act, pick(whole, by, longest / far), every(0.0f));
     way->from = from;
 }
 

@@ -48,10 +48,25 @@ PART mask read_sides(const Plan *p, const Within *s, Sides *x, int64_t first) {
     return fine;
 }
 
+/* How far u may go: as far as v, and outputs that do not bend as far as the sides ask */
+INLINE lanes size_of_start(const Plan *p, const Sides *x) {
+    lanes most = all(0.0), size = all(p->bending ? 1.0 : 0.0);
+    for (int64_t k = 0; k < p->given; k++) most = larger(most, choose(is_infinite(x->v[k]), all(0.0), absolute(x->v[k])));
+    for (int64_t i = 0; p->bends && i < p->rows; i++) {
+        double terms = 0.0;
+        for (int64_t k = 0; k < p->given; k++)
+            terms += p->absolute[i * p->outputs + k] * p->scale[k] / p->temperature[k];
+        const lanes low = absolute(x->lower[i]), high = absolute(x->upper[i]);
+        if (terms == 0.0) continue;
+        size += (within(low < INFINITY, low) + within(high < INFINITY, high)) / terms;
+    }
+    return size + most;
+}
+
 /* A start that is not a number, absurdly far, or of a sign that no side allows, is worse than none. */
 PART void read_start(const Plan *p, const Within *s, Sides *x, int64_t first) {
     read_rows(p, x->nu, s->start, p->constraints, first, s->samples, s->single);
-    lanes far = all(0.0), most = all(0.0);
+    lanes far = all(0.0);
     mask finite = all(0.0) == all(0.0);
     for (int64_t i = 0; i < p->rows; i++) finite &= absolute(x->nu[i]) < INFINITY;
     for (int64_t k = 0; k < p->given; k++) {
@@ -59,9 +74,8 @@ PART void read_start(const Plan *p, const Within *s, Sides *x, int64_t first) {
         for (int64_t i = 0; i < p->rows; i++)
             sum += p->absolute[i * p->outputs + k] * absolute(x->nu[i]);
         far = larger(far, sum);
-        most = larger(most, choose(is_infinite(x->v[k]), all(0.0), absolute(x->v[k])));
     }
-    finite &= far <= s->rules->far * (1.0 + most);
+    finite &= far <= s->rules->far * size_of_start(p, x);
     for (int64_t i = 0; i < p->rows; i++) {
         mask none = ((x->lower[i] == -INFINITY) & (x->nu[i] > 0.0)) |
                     ((x->upper[i] == INFINITY) & (x->nu[i] < 0.0));
@@ -209,7 +223,7 @@ PART void tidy(const Plan *p, const Within *s, Sides *x, mask done, lanes level)
     memcpy(x->old_nu, x->nu, p->rows * sizeof *x->nu);
     for (int64_t i = 0; i < p->rows; i++) {
         mask idle = done & (x->nu[i] != 0.0) & (x->lower[i] != x->upper[i]);
-        idle &= absolute(x->nu[i]) * p->largest[i] <= r->idle * (1.0 + blur);
+        idle &= absolute(x->nu[i]) * p->largest[i] <= r->idle * ((p->bending ? 1.0 : 0.0) + blur);
         x->nu[i] = choose(idle, all(0.0), x->nu[i]);
         some |= idle;
     }
