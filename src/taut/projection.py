@@ -342,8 +342,4 @@ def _usable(prepared: Prepared, activation: str | Activation | None) -> Prepared
             f"this A was prepared for {prepared.activation.name!r}; got "
             f"activation={resolve(activation).name!r}. Leave it out, or prepare A again."
         )
-    if prepared.changed():
-        raise ValueError(
-            "A was changed in place after it was prepared. Prepare it again, or prepare a copy."
-        )
     return prepared
