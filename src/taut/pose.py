@@ -223,6 +223,8 @@ def _side(name: str, x: Any, none: float, rows: int, v: Tensor, of_rows: bool) -
         raise TypeError(
             f"v is {v.dtype} and {name} is {x.dtype}: convert {name} with {name}.to(v.dtype)."
         )
+    if not of_rows:
+        x = x.clone()  # `active` reads bounds later; sides of rows are copied when joined to b
     if x.ndim == 0:
         return x.expand(rows)
     batch = v.shape[:-1]

@@ -13,11 +13,16 @@ from taut.problems import Problem
 from taut.remarks import at_ends, remarks
 
 _VERSION = attrgetter("_version")
+_FOUND = ("z", "multipliers", "u", "residual", "status")
+_found = attrgetter(*_FOUND)
 
 
 @final
 class Solution:
     """The result of `taut.project`: everything is measured at this very z.
+
+    It is a record: what is written to v, A, b or another input later does not change it. Where it
+    was written to itself, with an in-place operation, what can no longer be answered raises.
 
     `z`, `multipliers` and `u` carry gradients to v, A and b. `residual` is max_i |A z − b|_i.
 
@@ -43,7 +48,8 @@ class Solution:
     """A `Status` for each sample, as an integer."""
     _problem: Problem
     _outcome: Outcome
-    _versions: tuple[Any, ...]  # of the inputs, when they were solved
+    _versions: tuple[Any, ...]  # of the inputs and of what was found, when they were solved
+    _record: Problem | None  # copies of the inputs: what is said of samples that fail is made of it
 
     def __init__(self, problem: Problem, outcome: Outcome, batch: torch.Size) -> None:
         z, multipliers, u = outcome.z, outcome.multipliers, outcome.u
@@ -53,11 +59,11 @@ class Solution:
             residual, iterations, status = (
                 x.reshape(batch) for x in (residual, iterations, status)
             )
-        compiling, inputs = torch.compiler.is_compiling(), problem.inputs
+        compiling, tensors = torch.compiler.is_compiling(), (*problem.inputs, *_found(outcome))
         try:  # here, as this is on the way of every call
-            counted = () if compiling else tuple(map(_VERSION, inputs))
+            counted = () if compiling else tuple(map(_VERSION, tensors))
         except RuntimeError:
-            counted = versions(inputs)
+            counted = versions(tensors)
         fields = dict(
             z=z,
             multipliers=multipliers,
@@ -68,6 +74,7 @@ class Solution:
             _problem=problem,
             _outcome=outcome,
             _versions=counted,
+            _record=problem.copied() if outcome.failed else None,
         )
         if compiling:  # not all that can follow this know __dict__
             for name, value in fields.items():
@@ -86,6 +93,7 @@ class Solution:
     @property
     def active(self) -> Int[Tensor, "*batch _"]:
         """For each row of G, or each bound on z: 1 at its lower, −1 at its upper side, else 0."""
+        check_unwritten(self, "`active`", ("z", "multipliers", "u"))
         outcome = self._outcome
         found = self._problem.active(outcome.multipliers, outcome.u, outcome.z)
         return found.reshape(*self.status.shape, found.shape[-1])
@@ -97,11 +105,15 @@ class Solution:
         It is inf for a full proof, and NaN where there is none. Outputs that v = ±inf, or a y at an
         end of the range, holds there stand still in the proof.
         """
+        problem = self._record
+        if problem is None:  # all have converged
+            return torch.full_like(self.residual, torch.nan)
+        check_unwritten(self, "`radius`", ("multipliers", "status"))
         with torch.no_grad():
-            C, *others = self._problem.sides
+            C, *others = problem.sides
             infeasible = self._outcome.status == Status.INFEASIBLE
             lower, upper, *ends = (x.detach().double() for x in others)
-            least, most = at_ends(self._problem, *ends)
+            least, most = at_ends(problem, *ends)
             ν = self._outcome.multipliers.detach().double()
             C = C.over(C.data.detach().double())
             found = reach_of_proof(ν, C, lower, upper, least, most)
@@ -126,11 +138,13 @@ class Solution:
         >>> print(solution.report()[:50])
         1 of 2 samples could not be projected on A z = b.
         """
-        remark = remarks(self._problem, self._outcome)
+        check_unwritten(self, "the report", ("multipliers", "residual", "status"))
+        remark = remarks(self._record or self._problem, self._outcome)
         return explain(self.status, self.residual, remark, self._problem.statement)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Solution, (self._problem, self._outcome, self.status.shape)
+        stale = _written(self)
+        return _restored, (self._problem, self._outcome, self.status.shape, self._record, stale)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{n} {status.name}" for status, n in tally(self.status).items())
@@ -138,26 +152,51 @@ class Solution:
         return f"Solution(z={tuple(self.z.shape)}, {counts or 'empty'}, residual ≤ {worst})"
 
 
-def versions(inputs: tuple[Tensor, ...]) -> tuple[Any, ...]:
+def versions(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """Counters that torch raises with every write to a tensor; it keeps none in inference mode."""
     try:
-        return tuple(map(_VERSION, inputs))
+        return tuple(map(_VERSION, tensors))
     except RuntimeError:
-        return tuple(None if x.is_inference() else x._version for x in inputs)
+        return tuple(None if x.is_inference() else x._version for x in tensors)
 
 
-def check_unwritten(solution: Solution) -> None:
-    """Refuse a solution whose v, A or b was written to since: its loss would be another's."""
+def _written(solution: Solution) -> list[str]:
+    """The names of what was changed in place since: inputs, and what was found."""
     if not solution._versions:
-        return  # a compiler keeps what it computes with
-    now = versions(solution._problem.inputs)
-    if now != solution._versions:
-        names = zip(solution._problem.named, solution._versions, now, strict=True)
-        changed = ", ".join(name for name, before, after in names if before != after)
+        return []  # a compiler keeps what it computes with
+    problem = solution._problem
+    now = versions((*problem.inputs, *_found(solution._outcome)))
+    if now == solution._versions:
+        return []
+    names = zip((*problem.named, *_FOUND), solution._versions, now, strict=True)
+    return [name for name, before, after in names if before != after]
+
+
+def check_unwritten(
+    solution: Solution, what: str = "the loss", of: tuple[str, ...] | None = None
+) -> None:
+    """Refuse to say `what` of a solution where a tensor of these names was written to since.
+
+    The loss reads all inputs, and all that was found but the residual.
+    """
+    changed = _written(solution)
+    changed = [name for name in changed if (name != "residual" if of is None else name in of)]
+    if changed:
         raise ValueError(
-            f"{changed} was changed in place after the solve, so the loss of this solution cannot "
-            "be computed any more. Compute the loss first, or write to a copy."
+            f"{', '.join(changed)} was changed in place after the solve, so {what} of this "
+            f"solution cannot be computed any more. Ask for {what} first, or write to a copy."
         )
+
+
+def _restored(
+    problem: Problem, outcome: Outcome, batch: torch.Size, record: Problem | None, stale: list[str]
+) -> Solution:
+    """A solution from a file, or a copy; what was written to before stays so."""
+    solution = Solution(problem, outcome, batch)
+    marks = zip((*problem.named, *_FOUND), solution._versions, strict=True)
+    kept = tuple(-1 if name in stale else version for name, version in marks)
+    solution.__dict__.update(_record=record, _versions=kept)
+    return solution
 
 
 def _rounded_down(x: Tensor, dtype: torch.dtype) -> Tensor:
