@@ -50,6 +50,7 @@ class Solution:
     _outcome: Outcome
     _versions: tuple[Any, ...]  # of the inputs and of what was found, when they were solved
     _record: Problem | None  # copies of the inputs: what is said of samples that fail is made of it
+    _condition: Tensor | None  # of a solution from a file, whose A is looked at again there
 
     def __init__(self, problem: Problem, outcome: Outcome, batch: torch.Size) -> None:
         z, multipliers, u = outcome.z, outcome.multipliers, outcome.u
@@ -75,6 +76,7 @@ class Solution:
             _outcome=outcome,
             _versions=counted,
             _record=problem.copied() if outcome.failed else None,
+            _condition=None,
         )
         if compiling:  # not all that can follow this know __dict__
             for name, value in fields.items():
@@ -126,6 +128,8 @@ class Solution:
 
         Rounding moves z by about `condition`·eps, the multipliers by up to `condition`²·eps.
         """
+        if self._condition is not None:
+            return self._condition
         condition = self._problem.prepared.basis_in(torch.float64).condition.to(self.z.dtype)
         return condition.expand(self.status.numel()).reshape(self.status.shape)
 
@@ -143,8 +147,8 @@ class Solution:
         return explain(self.status, self.residual, remark, self._problem.statement)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        stale = _written(self)
-        return _restored, (self._problem, self._outcome, self.status.shape, self._record, stale)
+        said = self._record, self.condition, _written(self)
+        return _restored, (self._problem, self._outcome, self.status.shape, *said)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{n} {status.name}" for status, n in tally(self.status).items())
@@ -189,13 +193,18 @@ def check_unwritten(
 
 
 def _restored(
-    problem: Problem, outcome: Outcome, batch: torch.Size, record: Problem | None, stale: list[str]
+    problem: Problem,
+    outcome: Outcome,
+    batch: torch.Size,
+    record: Problem | None,
+    condition: Tensor,
+    written: list[str],
 ) -> Solution:
-    """A solution from a file, or a copy; what was written to before stays so."""
+    """A solution from a file, or a copy. What was written to before counts as written to."""
     solution = Solution(problem, outcome, batch)
-    marks = zip((*problem.named, *_FOUND), solution._versions, strict=True)
-    kept = tuple(-1 if name in stale else version for name, version in marks)
-    solution.__dict__.update(_record=record, _versions=kept)
+    pairs = zip((*problem.named, *_FOUND), solution._versions, strict=True)
+    versions = tuple(-1 if name in written else version for name, version in pairs)
+    solution.__dict__.update(_record=record, _condition=condition, _versions=versions)
     return solution
 
 
