@@ -18,8 +18,18 @@ class NumpyArray(Protocol):
     __array_interface__: dict[str, Any]
 
 
-#: What is taken as a tensor, beside one: lists, arrays of NumPy, integers.
-Numbers = Int[Tensor, "..."] | Sequence[Any] | NumpyArray
+@runtime_checkable
+class SparseMatrix(Protocol):
+    """A matrix or array of scipy.sparse, which the core does not import."""
+
+    def tocoo(self) -> Any:
+        """The same by coordinates."""
+        ...
+
+
+#: What is taken as a tensor, beside one: lists, arrays of NumPy, integers; for A and G also a
+#: matrix of scipy.sparse.
+Numbers = Int[Tensor, "..."] | Sequence[Any] | NumpyArray | SparseMatrix
 
 
 def as_floating(name: str, x: Any, dtype: torch.dtype | None, device: Any = None) -> Tensor:
@@ -31,21 +41,86 @@ def as_floating(name: str, x: Any, dtype: torch.dtype | None, device: Any = None
     tensor([[1., 2.]], dtype=torch.float64)
     """
     if not isinstance(x, Tensor):
+        if isinstance(x, (int, float)):  # a compiler follows `torch.full`, and not what is below
+            return torch.full((), x, dtype=_floating(dtype), device=device)
         try:
-            x = torch.as_tensor(as_array(x), dtype=dtype, device=device)
-        except (TypeError, ValueError, RuntimeError) as error:
-            got = f"{x!r}" if isinstance(x, str) else f"{type(x).__name__}: {error}"
-            more = " An activation goes by its name: activation=…." if isinstance(x, str) else ""
-            raise TypeError(
-                f"{name} must be a tensor, or a list or array of numbers; got {got}.{more}"
-            ) from None
+            x = _as_tensor(name, x, dtype, device)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise _no_numbers(name, x, error) from None
     if x.dtype in FLOATS:
         return x
     if x.dtype in _HALVES:
         return x.to(torch.float32)
     if x.dtype is torch.bool or x.is_complex() or x.is_floating_point():
         raise TypeError(f"{name} must hold real numbers; got {x.dtype}. Convert it first.")
-    return x.to(dtype or torch.get_default_dtype())
+    return x.to(_floating(dtype))
+
+
+def _floating(dtype: torch.dtype | None) -> torch.dtype:
+    return dtype or torch.get_default_dtype()
+
+
+def _as_tensor(name: str, x: Any, dtype: torch.dtype | None, device: Any) -> Tensor:
+    if not is_scipy(x):
+        return torch.as_tensor(as_array(x), dtype=dtype, device=device)
+    if name not in ("A", "G"):
+        raise TypeError(f"only A and G may be sparse, and {name}.toarray() is not")
+    if len(x.shape) != 2:
+        raise ValueError(f"{name} must be (I, K), and has the shape {x.shape}")
+    x = x.tocoo()
+    values = torch.as_tensor(as_array(x.data), dtype=dtype, device=device)
+    places = (torch.as_tensor(as_array(i), device=device).long() for i in (x.row, x.col))
+    return torch.sparse_coo_tensor(torch.stack([*places]), values, x.shape).coalesce()
+
+
+def is_scipy(x: Any) -> bool:
+    """Is x a matrix of scipy.sparse, in whatever format?"""
+    return not isinstance(x, Tensor) and hasattr(x, "tocoo")
+
+
+def _no_numbers(name: str, x: Any, error: Exception) -> TypeError:
+    """The error for what is no tensor and cannot become one; it names what can be done."""
+    if isinstance(x, str):
+        got, more = f"{x!r}", " An activation goes by its name: activation=…."
+    else:
+        got, more = f"{type(x).__name__}: {error}", ""
+    if hasattr(x, "_outcome"):
+        got, more = "a Solution", " Its output is a tensor: use solution.z."
+    for column in labels(x) or ():
+        kind = x[column].to_numpy().dtype
+        if kind.kind not in "biuf":
+            got = f"a frame whose column {column!r} holds no numbers ({kind})"
+            more = " Leave that column out, or turn it into numbers."
+            break
+    return TypeError(f"{name} must be a tensor, or a list or array of numbers; got {got}.{more}")
+
+
+def labels(x: Any) -> list[Any] | None:
+    """The names of the columns of a frame, of pandas or another library; None of anything else."""
+    if isinstance(x, Tensor) or not hasattr(x, "to_numpy"):
+        return None
+    columns = getattr(x, "columns", None)
+    return None if columns is None else list(columns)
+
+
+def check_labels(**given: Any) -> None:
+    """Refuse frames with columns for the same outputs by other names, or in another order."""
+    named = [(name, labels(x)) for name, x in given.items() if labels(x) is not None]
+    for (one, first), (other, second) in zip(named, named[1:], strict=False):
+        if first == second or _unnamed(first, second) or _unnamed(second, first):
+            continue
+        raise ValueError(
+            f"the columns of {one} and {other} are outputs, and must have the same names in the "
+            f"same order; got {first} in {one}, and {second} in {other}. Reorder one of them, "
+            f"{other} = {other}[list({one}.columns)], or pass arrays, {other}.to_numpy(), which "
+            "have no names."
+        )
+
+
+def _unnamed(columns: list[Any], others: list[Any]) -> bool:
+    """Are these only counted, as a frame without names has them, where the others have names?"""
+    counted = columns == list(range(len(columns)))
+    return counted and not all(isinstance(name, int) for name in others)
 
 
 def as_array(x: Any) -> Any:

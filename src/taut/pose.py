@@ -20,11 +20,12 @@ def fitted(v: Any, A: Any, b: Any, init: Any) -> tuple[Tensor, Tensor, Tensor, T
         if (
             v.ndim == A.ndim == 2
             and v.shape[1] == A.shape[1] > 0
+            and b.ndim == 2
             and b.shape == (shape := (v.shape[0], A.shape[0]))
             and dtype is A.dtype is b.dtype
             and dtype in FLOATS
             and device == A.device == b.device
-            and (init is None or (init.shape == shape and init.device == device))
+            and (init is None or (init.ndim == 2 and init.shape == shape and init.device == device))
         ):
             return v, A, b, init  # plainly a batch with one A; asked first, as training asks often
     v = _outputs(v)
@@ -54,6 +55,17 @@ def pose(
     group = v.shape[-2] if v.ndim > 1 else 1
     flat = v.reshape(n, v.shape[-1])
     return Linear(prepared, flat, data, b, start, group), batch  # pyright: ignore
+
+
+def _fits(x: Tensor, batch: Any, rows: int) -> bool:
+    """Is x (rows,) or (*batch, rows)?
+
+    The number of dimensions goes first: a compiler would compare (rows,) with (N, rows) by its
+    first entry, and keep that N is not `rows`.
+    """
+    if x.ndim == 1 and x.shape[0] == rows:
+        return True
+    return x.ndim == len(batch) + 1 and x.shape == (*batch, rows)
 
 
 def _outputs(v: Any) -> Tensor:
@@ -156,11 +168,11 @@ def _validate_shapes(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None, matri
             f"{matrix} for each sample must have the batch dimensions of v, {tuple(batch)}; "
             f"{shapes()}."
         )
-    if b.shape not in ((rows,), (*batch, rows)):
+    if not _fits(b, batch, rows):
         raise ValueError(
             f"b must be (I,) or (*batch, I) = {(*batch, rows)}, an entry per row of A; {shapes()}."
         )
-    if init is not None and init.shape not in ((rows,), (*batch, rows)):
+    if init is not None and not _fits(init, batch, rows):
         raise ValueError(
             f"init must be (I,) or (*batch, I) = {(*batch, rows)}; got {tuple(init.shape)}."
         )
@@ -206,7 +218,7 @@ def fitted_sides(v: Any, A: Any, b: Any, G: Any, lower: Any, upper: Any, init: A
     if init is not None:
         init = as_floating("init", init, v.dtype, v.device)
         count = A.shape[-2] + (0 if G is None else rows)
-        if init.shape not in ((count,), (*v.shape[:-1], count)):
+        if not _fits(init, v.shape[:-1], count):
             raise ValueError(
                 f"init must have {count} multipliers, those of A and then those of G, for each "
                 f"sample or once for all; got {tuple(init.shape)} for v {tuple(v.shape)}."
@@ -218,17 +230,17 @@ def _side(name: str, x: Any, none: float, rows: int, v: Tensor, of_rows: bool) -
     """A side as a tensor of (rows,) or (*batch, rows)."""
     if x is None:
         return v.new_full((rows,), none)
-    x = as_floating(name, x, v.dtype, v.device)
+    given, x = x, as_floating(name, x, v.dtype, v.device)
     if x.dtype != v.dtype:
         raise TypeError(
             f"v is {v.dtype} and {name} is {x.dtype}: convert {name} with {name}.to(v.dtype)."
         )
-    if not of_rows:
+    if not (of_rows or isinstance(given, (int, float))):
         x = x.clone()  # `active` reads bounds later; sides of rows are copied when joined to b
     if x.ndim == 0:
         return x.expand(rows)
     batch = v.shape[:-1]
-    if x.shape not in ((rows,), (*batch, rows)):
+    if not _fits(x, batch, rows):
         what = "row of G" if of_rows else "output, as there is no G"
         raise ValueError(
             f"{name} must be a number, ({rows},) or (*batch, {rows}) = {(*batch, rows)}, an entry "

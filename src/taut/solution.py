@@ -7,6 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from taut.autograd import exporting
 from taut.certificate import reach_of_proof
 from taut.outcome import Outcome, Status, explain, tally
 from taut.problems import Problem
@@ -60,11 +61,17 @@ class Solution:
             residual, iterations, status = (
                 x.reshape(batch) for x in (residual, iterations, status)
             )
-        compiling, tensors = torch.compiler.is_compiling(), (*problem.inputs, *_found(outcome))
-        try:  # here, as this is on the way of every call
-            counted = () if compiling else tuple(map(_VERSION, tensors))
-        except RuntimeError:
-            counted = versions(tensors)
+        compiling, counted, record = torch.compiler.is_compiling(), (), None
+        if compiling:  # there are no counters here; copies that nobody reads leave the graph
+            if not exporting():
+                record, outcome = problem.copied(), outcome.copied()
+        else:
+            record = problem.copied() if outcome.failed else None
+            tensors = *problem.inputs, *_found(outcome)
+            try:  # here, as this is on the way of every call
+                counted = tuple(map(_VERSION, tensors))
+            except RuntimeError:
+                counted = versions(tensors)
         fields = dict(
             z=z,
             multipliers=multipliers,
@@ -75,7 +82,7 @@ class Solution:
             _problem=problem,
             _outcome=outcome,
             _versions=counted,
-            _record=problem.copied() if outcome.failed else None,
+            _record=record,
             _condition=None,
         )
         if compiling:  # not all that can follow this know __dict__
@@ -107,9 +114,9 @@ class Solution:
         It is inf for a full proof, and NaN where there is none. Outputs that v = ±inf, or a y at an
         end of the range, holds there stand still in the proof.
         """
-        problem = self._record
-        if problem is None:  # all have converged
+        if self._outcome.failed == 0:
             return torch.full_like(self.residual, torch.nan)
+        problem = self._record or self._problem
         check_unwritten(self, "`radius`", ("multipliers", "status"))
         with torch.no_grad():
             C, *others = problem.sides
@@ -167,7 +174,7 @@ def versions(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
 def _written(solution: Solution) -> list[str]:
     """The names of what was changed in place since: inputs, and what was found."""
     if not solution._versions:
-        return []  # a compiler keeps what it computes with
+        return []  # compiled code has copies
     problem = solution._problem
     now = versions((*problem.inputs, *_found(solution._outcome)))
     if now == solution._versions:
