@@ -1,7 +1,8 @@
 """What is taken as a tensor: lists, arrays, integers, half precision."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from itertools import pairwise
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from jaxtyping import Int
@@ -86,8 +87,8 @@ def _no_numbers(name: str, x: Any, error: Exception) -> TypeError:
         got, more = f"{type(x).__name__}: {error}", ""
     if hasattr(x, "_outcome"):
         got, more = "a Solution", " Its output is a tensor: use solution.z."
-    for column in labels(x) or ():
-        kind = x[column].to_numpy().dtype
+    for column in (name for names in labels(x) for name in names):
+        kind = cast(Any, x)[column].to_numpy().dtype
         if kind.kind not in "biuf":
             got = f"a frame whose column {column!r} holds no numbers ({kind})"
             more = " Leave that column out, or turn it into numbers."
@@ -95,18 +96,18 @@ def _no_numbers(name: str, x: Any, error: Exception) -> TypeError:
     return TypeError(f"{name} must be a tensor, or a list or array of numbers; got {got}.{more}")
 
 
-def labels(x: Any) -> list[Any] | None:
-    """The names of the columns of a frame, of pandas or another library; None of anything else."""
+def labels(x: Any) -> list[list[Any]]:
+    """The names of the columns of a frame, of whatever library, in a list; [] of anything else."""
     if isinstance(x, Tensor) or not hasattr(x, "to_numpy"):
-        return None
+        return []
     columns = getattr(x, "columns", None)
-    return None if columns is None else list(columns)
+    return [] if columns is None else [list(columns)]
 
 
 def check_labels(**given: Any) -> None:
     """Refuse frames with columns for the same outputs by other names, or in another order."""
-    named = [(name, labels(x)) for name, x in given.items() if labels(x) is not None]
-    for (one, first), (other, second) in zip(named, named[1:], strict=False):
+    named = [(name, found) for name, x in given.items() for found in labels(x)]
+    for (one, first), (other, second) in pairwise(named):
         if first == second or _unnamed(first, second) or _unnamed(second, first):
             continue
         raise ValueError(
@@ -155,8 +156,15 @@ def check_matrix(A: Tensor, b: Tensor | None, name: str = "A") -> None:
     if b.ndim < 1 or b.shape[-1] != A.shape[-2]:
         raise ValueError(
             f"b must have an entry for each of the I = {A.shape[-2]} rows of A; got "
-            f"b {tuple(b.shape)}, A {tuple(A.shape)}."
+            f"b {tuple(b.shape)}, A {tuple(A.shape)}.{one_side(b, b.shape, A)}"
         )
+
+
+def one_side(b: Tensor, batch: Sequence[int], A: Tensor) -> str:
+    """What to do with the b of one equation that lacks its last dimension."""
+    if A.ndim < 2 or A.shape[-2] != 1 or b.ndim > len(batch) or b.shape not in ((), (*batch,)):
+        return ""
+    return " The b of one equation has a last dimension too: b.unsqueeze(-1)."
 
 
 def check_h(h: Any, sided: bool) -> None:

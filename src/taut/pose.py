@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from taut.accept import FLOATS, as_floating
+from taut.accept import FLOATS, as_floating, one_side
 from taut.activations import Activation
 from taut.maps import as_map, stacked
 from taut.outcome import places
@@ -153,12 +153,14 @@ def _validate_shapes(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None, matri
     if v.ndim < 1 or b.ndim < 1 or A.ndim < 2:
         raise ValueError(
             f"v must be (*batch, K), {matrix} (I, K) or (*batch, I, K), b (*batch, I); {shapes()}."
+            f"{one_side(b, (), A)}"
         )
     batch, columns, rows = v.shape[:-1], v.shape[-1], A.shape[-2]
     if columns == 0:
         raise ValueError(f"v has no outputs (K = 0); {shapes()}.")
     if A.shape[-1] != columns:
         hint = f" Is {matrix} transposed?" if A.ndim == 2 and A.shape[0] == columns else ""
+        hint = _outputs_last(v, A.shape[-1]) or hint
         raise ValueError(
             f"{matrix} must have one column for each of the K = {columns} outputs in v; "
             f"{shapes()}.{hint}"
@@ -171,11 +173,24 @@ def _validate_shapes(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None, matri
     if not _fits(b, batch, rows):
         raise ValueError(
             f"b must be (I,) or (*batch, I) = {(*batch, rows)}, an entry per row of A; {shapes()}."
+            f"{one_side(b, batch, A)}"
         )
     if init is not None and not _fits(init, batch, rows):
         raise ValueError(
             f"init must be (I,) or (*batch, I) = {(*batch, rows)}; got {tuple(init.shape)}."
         )
+
+
+def _outputs_last(v: Tensor, columns: int) -> str:
+    """What to do where another dimension of v than the last is as long as there are outputs."""
+    found = [i for i, size in enumerate(v.shape[:-1]) if size == columns]
+    if v.ndim < 3 or not found:
+        return ""
+    place = found[-1]
+    return (
+        f" Outputs are the last dimension: pass v.movedim({place}, -1), and bring z back with "
+        f"z.movedim(-1, {place})."
+    )
 
 
 @final
@@ -245,6 +260,7 @@ def _side(name: str, x: Any, none: float, rows: int, v: Tensor, of_rows: bool) -
         raise ValueError(
             f"{name} must be a number, ({rows},) or (*batch, {rows}) = {(*batch, rows)}, an entry "
             f"per {what}; got {tuple(x.shape)} for v {tuple(v.shape)}."
+            f"{'' if of_rows or x.ndim != 1 else _outputs_last(v, x.shape[0])}"
         )
     return x
 

@@ -91,6 +91,16 @@ class Solution:
         else:
             self.__dict__.update(fields)
 
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        return _refuse()
+
+    def __getattr__(self, name: str) -> Any:
+        hint = ""
+        if hasattr(Tensor, name) and not name.startswith("_"):
+            hint = f" It is not a tensor: use solution.z.{name}, or that of another of its tensors."
+        raise AttributeError(f"a Solution has no {name!r}.{hint}")
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Solution is what was found: {name} cannot be set.")
 
@@ -161,6 +171,18 @@ class Solution:
         counts = ", ".join(f"{n} {status.name}" for status, n in tally(self.status).items())
         worst = f"{self.residual.max().item():.1e}" if self.residual.numel() else "none"
         return f"Solution(z={tuple(self.z.shape)}, {counts or 'empty'}, residual ≤ {worst})"
+
+
+def _refuse(*_: Any) -> Any:
+    raise TypeError("a Solution is not a tensor: use solution.z, or another of its tensors.")
+
+
+# What a tensor would do. `__eq__` stays that of any object.
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
+    setattr(Solution, f"__{_name}__", _refuse)
+    setattr(Solution, f"__r{_name}__", _refuse)
+for _name in ("neg", "abs", "len", "getitem", "lt", "le", "gt", "ge", "array"):
+    setattr(Solution, f"__{_name}__", _refuse)
 
 
 def versions(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
