@@ -104,7 +104,8 @@ class Projection(nn.Module):
         for name, side in (("A", given["b"]), ("G", None)):
             if given[name] is not None:
                 check_matrix(given[name], side, name)
-        for name in ("A", "b", "G", "lower", "upper"):
+        # Those that are None go last: torch.export counts the buffers of a module with them.
+        for name in sorted(("A", "b", "G", "lower", "upper"), key=lambda x: given[x] is None):
             if isinstance(given[name], nn.Parameter):
                 self.register_parameter(name, given[name])
             else:

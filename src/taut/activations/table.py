@@ -268,5 +268,5 @@ def _nearest(name: str) -> str | None:
         return None
     near = difflib.get_close_matches(name.lower(), ACTIVATIONS, n=1, cutoff=0.4)
     if near == ["srlu"]:  # nearly all names of rectifiers are like it, and they mean others
-        near = difflib.get_close_matches(name.lower(), near, cutoff=0.75)
+        near = difflib.get_close_matches(name.lower(), near, cutoff=0.8)
     return near[0] if near else None
