@@ -354,16 +354,16 @@ def test_an_exported_layer_takes_batches_of_any_size(name, strict):
 
 
 NUMBERS = {
-    "upper": (lambda layer, v, b, x: layer(v, b, upper=x), (0.5, 0.6, 1, 2, 0.7)),
-    "lower": (lambda layer, v, b, x: layer(v, b, lower=x), (0.1, 0.05, 0, -1, 0.2)),
-    "both": (lambda layer, v, b, x: layer(v, b, lower=-x, upper=x / 2), (1.0, 1.2, 1, 2)),
-    "rows": (lambda _, v, b, x: project(v, G=G[:, :K], upper=x).z, (0.3, 0.26, 1, 2)),
+    "upper": (lambda layer, v, b, x: layer(v, b, upper=x), (0.5, 0.6, 1)),
+    "lower": (lambda layer, v, b, x: layer(v, b, lower=x), (0.1, 0.05, -1)),
+    "both": (lambda layer, v, b, x: layer(v, b, lower=-x, upper=x / 2), (1.0, 1.2, 1)),
+    "rows": (lambda _, v, b, x: project(v, G=G[:, :K], upper=x).z, (0.3, 0.26, 1)),
     "loss": (lambda layer, v, b, x: layer.loss(v, v.sigmoid(), b, upper=x), (0.5, 0.6, 1)),
 }
 
 
 @pytest.mark.filterwarnings("ignore::taut.FailureWarning")
-@pytest.mark.parametrize("dynamic", [None, True, False], ids=str)
+@pytest.mark.parametrize("dynamic", [None, True], ids=str)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_as_a_side_may_change(name, dynamic):
     """Floats, integers, and tensors without dimensions."""
@@ -371,7 +371,7 @@ def test_a_number_as_a_side_may_change(name, dynamic):
     function, numbers = NUMBERS[name]
     torch.compiler.reset()
     fast, b = compiled(function, dynamic=dynamic), torch.ones(3, 1)
-    for x in (*numbers, *(torch.tensor(float(x)) for x in numbers[:2])):
+    for x in (*numbers, torch.tensor(numbers[0])):
         assert_close(fast(layer, v, b, x), function(layer, v, b, x), rtol=0, atol=1e-13)
 
 
