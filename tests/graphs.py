@@ -340,6 +340,90 @@ def test_the_newer_onnx_is_refused():
             torch.onnx.export(model, inputs, dynamo=True)
 
 
+A = torch.linspace(0.1, 0.9, 24, dtype=torch.float64).reshape(3, 8).cos()
+G = torch.eye(8, dtype=torch.float64)[:2]
+CAPS = torch.full((2,), 0.6, dtype=torch.float64)
+EXPORTED = {
+    "b": {"A": A},
+    "own b": {"A": A, "b": A.sum(-1) / 2},
+    "bounds": {"A": A, "lower": 0.0},
+    "bounds, own b": {"A": A, "b": A.sum(-1) / 2, "upper": torch.full((8,), 0.9).double()},
+    "bounds alone": {"lower": 0.3, "upper": 0.6},
+    "G": {"A": A, "G": G, "upper": CAPS},
+    "G alone": {"G": G, "upper": CAPS},
+}
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["not strict", "strict"])
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_exported_layer_takes_batches_of_any_size(name, strict):
+    """Also as many samples as there are equations, rows of G or outputs."""
+    layer = Projection(**EXPORTED[name], activation="sigmoid")
+
+    def data(n):
+        v = torch.randn(n, 8)
+        return (v, torch.full((n, 8), 0.5) @ A.mT) if name in ("b", "bounds", "G") else (v,)
+
+    sizes = tuple({0: torch.export.Dim.DYNAMIC} for _ in data(1))
+    program = torch.export.export(layer, data(7), dynamic_shapes=(*sizes,), strict=strict).module()
+    for n in range(1, 10):
+        assert_close(program(*data(n)).shape, torch.Size([n, 8]))
+        given = data(n)
+        assert_close(program(*given), layer(*given), rtol=0, atol=1e-13)
+
+
+NUMBERS = {
+    "upper": (lambda layer, v, b, x: layer(v, b, upper=x), (0.5, 0.6, 1)),
+    "lower": (lambda layer, v, b, x: layer(v, b, lower=x), (0.1, 0.05, -1)),
+    "both": (lambda layer, v, b, x: layer(v, b, lower=-x, upper=x / 2), (1.0, 1.2, 1)),
+    "rows": (lambda _, v, b, x: project(v, G=G[:, :K], upper=x).z, (0.3, 0.26, 1)),
+    "loss": (lambda layer, v, b, x: layer.loss(v, v.sigmoid(), b, upper=x), (0.5, 0.6, 1)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::taut.FailureWarning")
+@pytest.mark.parametrize("dynamic", [None, True], ids=str)
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_as_a_side_may_change(name, dynamic):
+    """Floats, integers, and tensors without dimensions."""
+    layer, v = Projection(torch.ones(1, K), activation="sigmoid"), torch.randn(3, K)
+    function, numbers = NUMBERS[name]
+    torch.compiler.reset()
+    fast, b = compiled(function, dynamic=dynamic), torch.ones(3, 1)
+    for x in (*numbers, torch.tensor(numbers[0])):
+        assert_close(fast(layer, v, b, x), function(layer, v, b, x), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dynamic", [None, True], ids=str)
+def test_numbers_as_b_may_change(dynamic):
+    layer, v = Projection(torch.ones(1, K), activation="sigmoid"), torch.randn(3, K)
+    torch.compiler.reset()
+    fast = compiled(lambda v, x: layer(v, [x]), dynamic=dynamic)
+    for x in (1.0, 0.9, 1, 2, 1.5):
+        assert_close(fast(v, x).sum(-1), torch.full((3,), float(x)), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("which", ["z", "multipliers", "u"])
+def test_writes_to_a_solution_do_not_reach_its_loss(which):
+    """There are no counters of writes in a graph: the loss has copies."""
+    given = problem("sigmoid")
+    v, A, b = given
+    y, live = given.y, [x.requires_grad_() for x in (v, b)]
+
+    def loss(v, b, written):
+        solution = project(v, A, b, activation="sigmoid")
+        with torch.no_grad():
+            for name in written:
+                getattr(solution, name).mul_(2.0)
+        return taut.matched_loss(solution, y, "sum")
+
+    right = loss(v, b, ())
+    found = compiled(loss)(v, b, (which,))
+    assert_close(found, right, rtol=0, atol=1e-13)
+    expected = torch.autograd.grad(right, live)
+    assert_close(torch.autograd.grad(found, live), expected, rtol=0, atol=1e-13)
+
+
 # The document
 
 

@@ -200,9 +200,6 @@ def test_prepared_matrices_are_those_matrices():
         project(given.v, ready, b, G=G, lower=lower)
     with pytest.raises(ValueError, match="G without a side"):
         project(given.v, ready, b)
-    G[0, 0] += 1
-    with pytest.raises(ValueError, match="changed in place"):
-        project(given.v, ready, b, lower=lower, upper=upper)
 
 
 @pytest.mark.parametrize("structure", ["plain", "boxes"])

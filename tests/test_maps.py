@@ -5,7 +5,9 @@ import warnings
 from pathlib import Path
 
 import mpmath
+import numpy
 import pytest
+import scipy.sparse
 import torch
 from torch.testing import assert_close
 
@@ -247,3 +249,61 @@ def test_float32_problems_are_solved_in_float64():
         v, A, b, activation="exp", solver=taut.Newton(dtype=None), on_failure="return"
     )
     assert coarse.residual.max() > 10 * solution.residual.max()
+
+
+FORMATS = [
+    f"{form}_{kind}"
+    for form in ("csr", "csc", "coo", "bsr", "lil", "dok", "dia")
+    for kind in ("array", "matrix")
+]
+
+
+@pytest.mark.usefixtures("as_user")
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_matrix_of_scipy_is_that_matrix(form):
+    """Wherever A and G are taken; and its own numbers are left alone."""
+    v, dense, b = problem("exp", n=5, I=4, K=9, matrix=patchy, seed=1)
+    A = getattr(scipy.sparse, form)(dense.numpy())
+    z = taut.project(v, dense, b, activation="exp").z
+    layer = taut.Projection(A, activation="exp")
+    for found in (
+        taut.project(v, A, b, activation="exp"),
+        taut.reconcile(v.exp(), A, b, activation="exp"),
+        taut.project(v, taut.prepare(A, "exp"), b),
+        layer.solve(v, b),
+        taut.project(v, G=A, lower=b, upper=b, activation="exp"),
+        taut.project(v, taut.prepare(None, "exp", G=A), lower=b, upper=b),
+        taut.Projection(G=A, lower=b, upper=b, activation="exp").solve(v),
+    ):
+        assert_close(found.z, z, rtol=1e-10, atol=1e-12)
+    assert taut.project(v.float(), A, b.float(), activation="exp").z.dtype is torch.float32
+    head = taut.LagrangeHead(3, A, "exp", G=A, upper=0.0)
+    multipliers = torch.randn(5, 8)
+    right = v + multipliers[:, :4] @ dense + multipliers[:, 4:] @ dense
+    assert_close(head.predictor(v, multipliers), right)
+    assert numpy.array_equal(A.toarray(), dense.numpy())
+
+
+@pytest.mark.usefixtures("as_user")
+def test_certificates_are_checked_against_a_matrix_of_scipy():
+    v, A, b = (
+        torch.zeros(2, 3),
+        scipy.sparse.csr_array([[1, 1, 0], [0, 1, 1]]),
+        torch.tensor([1, -1]),
+    )
+    found = taut.project(v, A, b, activation="exp", on_failure="return")
+    assert found.status.tolist() == [taut.Status.INFEASIBLE] * 2
+    b = b.double()
+    assert taut.is_certificate(found.multipliers, A, b, "exp").all()
+    sides = {"G": A, "lower": b, "upper": b}
+    assert taut.is_certificate(found.multipliers, None, None, "exp", **sides).all()
+
+
+@pytest.mark.usefixtures("as_user")
+def test_only_matrices_may_be_of_scipy():
+    A = scipy.sparse.csr_array([[1.0, 1.0]])
+    for given, name in (((A, [[1, 1]], [1]), "v"), (([[0.0, 0.0]], [[1, 1]], A), "b")):
+        with pytest.raises(TypeError, match=rf"only A and G may be sparse, and {name}\.toarray"):
+            taut.project(*given)
+    with pytest.raises(TypeError, match=r"A must be \(I, K\), and has the shape \(2,\)"):
+        taut.project([[0.0, 0.0]], scipy.sparse.coo_array([1.0, 1.0]), [1.0])

@@ -217,9 +217,6 @@ def test_a_prepared_A_is_A():
     assert_close(taut.project(v, prepared, b, activation="exp").z, z, rtol=0, atol=1e-14)
     with pytest.raises(ValueError, match="this A was prepared for 'exp'; got activation='tanh'"):
         taut.project(v, prepared, b, activation="tanh")
-    A[0, 0] = 5.0
-    with pytest.raises(ValueError, match="A was changed in place after it was prepared"):
-        taut.project(v, prepared, b)
     with pytest.raises(ValueError, match=r"A requires a gradient.*taut\.Projection"):
         taut.prepare(A.requires_grad_(), "exp")
 

@@ -106,7 +106,15 @@ def bregman_loss(
 
 
 def _misshapen(y: Tensor, shape: torch.Size, name: str) -> ValueError:
-    return ValueError(f"y must have the shape of {name}, {tuple(shape)}; got {tuple(y.shape)}.")
+    hint = ""
+    if y.shape == shape[:-1] and y.ndim:
+        own = "y" if y.dtype is torch.long else "y.long()"
+        hint = (
+            " If these are the numbers of classes, pass "
+            f"torch.nn.functional.one_hot({own}, {shape[-1]}).to(v.dtype)."
+        )
+    found = f"y must have the shape of {name}, {tuple(shape)}; got {tuple(y.shape)}.{hint}"
+    return ValueError(found)
 
 
 def reduced(loss: Tensor, reduction: str) -> Tensor:

@@ -23,7 +23,7 @@ from taut.maps import as_map
 from taut.memory import LagrangeMemory
 from taut.outcome import warn
 from taut.pose import fitted, fitted_curved, fitted_sides
-from taut.prepare import Prepared, Unprepared, examined, examined_with
+from taut.prepare import Prepared, Unprepared, examined_copy
 from taut.problems.surface import Equations
 from taut.projection import (
     Init,
@@ -104,7 +104,8 @@ class Projection(nn.Module):
         for name, side in (("A", given["b"]), ("G", None)):
             if given[name] is not None:
                 check_matrix(given[name], side, name)
-        for name in ("A", "b", "G", "lower", "upper"):
+        # Those that are None go last: torch.export counts the buffers of a module with them.
+        for name in sorted(("A", "b", "G", "lower", "upper"), key=lambda x: given[x] is None):
             if isinstance(given[name], nn.Parameter):
                 self.register_parameter(name, given[name])
             else:
@@ -283,13 +284,7 @@ class Projection(nn.Module):
             or not _same(before.A, A)
             or (G is not None and (before.G is None or not _same(before.G, G)))
         ):
-            # Copies: a write to A.data leaves no trace but in the numbers.
-            A = A.detach().clone()
-            if G is None:
-                before = examined(A, self.activation)
-            else:
-                before = examined_with(A, G.detach().clone(), self.activation)
-            self._prepared = before
+            before = self._prepared = examined_copy(A, G, self.activation)
         return before
 
     def __getstate__(self) -> dict[str, Any]:

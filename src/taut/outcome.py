@@ -122,6 +122,12 @@ class Outcome:
         """The places of the samples that are open."""
         return (self.status < 0).nonzero().squeeze(-1)
 
+    def copied(self) -> "Outcome":
+        """z, λ and u in memory of their own; derivatives go through them."""
+        found = self.z.clone(), self.multipliers.clone(), self.u.clone()
+        counts = self.residual, self.iterations, self.status
+        return Outcome(*found, *counts, self.failed, self.held)
+
     def take(self, index: Int[Tensor, "n"]) -> "Outcome":
         """The samples at `index`; how many of them have failed is not counted."""
         names = ("z", "multipliers", "u", "residual", "iterations", "status")

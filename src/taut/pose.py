@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from taut.accept import FLOATS, as_floating
+from taut.accept import FLOATS, as_floating, one_side
 from taut.activations import Activation
 from taut.maps import as_map, stacked
 from taut.outcome import places
@@ -20,11 +20,12 @@ def fitted(v: Any, A: Any, b: Any, init: Any) -> tuple[Tensor, Tensor, Tensor, T
         if (
             v.ndim == A.ndim == 2
             and v.shape[1] == A.shape[1] > 0
+            and b.ndim == 2
             and b.shape == (shape := (v.shape[0], A.shape[0]))
             and dtype is A.dtype is b.dtype
             and dtype in FLOATS
             and device == A.device == b.device
-            and (init is None or (init.shape == shape and init.device == device))
+            and (init is None or (init.ndim == 2 and init.shape == shape and init.device == device))
         ):
             return v, A, b, init  # plainly a batch with one A; asked first, as training asks often
     v = _outputs(v)
@@ -54,6 +55,17 @@ def pose(
     group = v.shape[-2] if v.ndim > 1 else 1
     flat = v.reshape(n, v.shape[-1])
     return Linear(prepared, flat, data, b, start, group), batch  # pyright: ignore
+
+
+def _fits(x: Tensor, batch: Any, rows: int) -> bool:
+    """Is x (rows,) or (*batch, rows)?
+
+    The number of dimensions goes first: a compiler would compare (rows,) with (N, rows) by its
+    first entry, and keep that N is not `rows`.
+    """
+    if x.ndim == 1 and x.shape[0] == rows:
+        return True
+    return x.ndim == len(batch) + 1 and x.shape == (*batch, rows)
 
 
 def _outputs(v: Any) -> Tensor:
@@ -141,12 +153,14 @@ def _validate_shapes(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None, matri
     if v.ndim < 1 or b.ndim < 1 or A.ndim < 2:
         raise ValueError(
             f"v must be (*batch, K), {matrix} (I, K) or (*batch, I, K), b (*batch, I); {shapes()}."
+            f"{one_side(b, (), A)}"
         )
     batch, columns, rows = v.shape[:-1], v.shape[-1], A.shape[-2]
     if columns == 0:
         raise ValueError(f"v has no outputs (K = 0); {shapes()}.")
     if A.shape[-1] != columns:
         hint = f" Is {matrix} transposed?" if A.ndim == 2 and A.shape[0] == columns else ""
+        hint = _outputs_last(v, A.shape[-1]) or hint
         raise ValueError(
             f"{matrix} must have one column for each of the K = {columns} outputs in v; "
             f"{shapes()}.{hint}"
@@ -156,14 +170,27 @@ def _validate_shapes(v: Tensor, A: Tensor, b: Tensor, init: Tensor | None, matri
             f"{matrix} for each sample must have the batch dimensions of v, {tuple(batch)}; "
             f"{shapes()}."
         )
-    if b.shape not in ((rows,), (*batch, rows)):
+    if not _fits(b, batch, rows):
         raise ValueError(
             f"b must be (I,) or (*batch, I) = {(*batch, rows)}, an entry per row of A; {shapes()}."
+            f"{one_side(b, batch, A)}"
         )
-    if init is not None and init.shape not in ((rows,), (*batch, rows)):
+    if init is not None and not _fits(init, batch, rows):
         raise ValueError(
             f"init must be (I,) or (*batch, I) = {(*batch, rows)}; got {tuple(init.shape)}."
         )
+
+
+def _outputs_last(v: Tensor, columns: int) -> str:
+    """What to do where another dimension of v than the last is as long as there are outputs."""
+    found = [i for i, size in enumerate(v.shape[:-1]) if size == columns]
+    if v.ndim < 3 or not found:
+        return ""
+    place = found[-1]
+    return (
+        f" Outputs are the last dimension: pass v.movedim({place}, -1), and bring z back with "
+        f"z.movedim(-1, {place})."
+    )
 
 
 @final
@@ -206,7 +233,7 @@ def fitted_sides(v: Any, A: Any, b: Any, G: Any, lower: Any, upper: Any, init: A
     if init is not None:
         init = as_floating("init", init, v.dtype, v.device)
         count = A.shape[-2] + (0 if G is None else rows)
-        if init.shape not in ((count,), (*v.shape[:-1], count)):
+        if not _fits(init, v.shape[:-1], count):
             raise ValueError(
                 f"init must have {count} multipliers, those of A and then those of G, for each "
                 f"sample or once for all; got {tuple(init.shape)} for v {tuple(v.shape)}."
@@ -218,19 +245,22 @@ def _side(name: str, x: Any, none: float, rows: int, v: Tensor, of_rows: bool) -
     """A side as a tensor of (rows,) or (*batch, rows)."""
     if x is None:
         return v.new_full((rows,), none)
-    x = as_floating(name, x, v.dtype, v.device)
+    given, x = x, as_floating(name, x, v.dtype, v.device)
     if x.dtype != v.dtype:
         raise TypeError(
             f"v is {v.dtype} and {name} is {x.dtype}: convert {name} with {name}.to(v.dtype)."
         )
+    if not (of_rows or isinstance(given, (int, float))):
+        x = x.clone()  # `active` reads bounds later; sides of rows are copied when joined to b
     if x.ndim == 0:
         return x.expand(rows)
     batch = v.shape[:-1]
-    if x.shape not in ((rows,), (*batch, rows)):
+    if not _fits(x, batch, rows):
         what = "row of G" if of_rows else "output, as there is no G"
         raise ValueError(
             f"{name} must be a number, ({rows},) or (*batch, {rows}) = {(*batch, rows)}, an entry "
             f"per {what}; got {tuple(x.shape)} for v {tuple(v.shape)}."
+            f"{'' if of_rows or x.ndim != 1 else _outputs_last(v, x.shape[0])}"
         )
     return x
 

@@ -14,7 +14,7 @@ from taut.accept import Numbers, as_floating, check_h, check_matrix
 from taut.activations import Activation, resolve
 from taut.activations.codes import is_line, width
 from taut.analysis import Basis, analyse, sift, unexamined
-from taut.autograd import check_followed
+from taut.autograd import check_followed, outside_inference
 from taut.backends import Backend, Torch, backend_for, backend_within, pull_stably
 from taut.held import Reach, reach
 from taut.maps import LinearMap, as_map, stacked
@@ -27,7 +27,8 @@ from taut.systems import Pulled, wide
 class Prepared:
     """A, G and σ, worked out: what `prepare` returns and `project` takes in place of A.
 
-    It holds no graph: A and G get no gradient through it.
+    It holds copies and no graph: what is written to A or G later does not reach it, and they get
+    no gradient through it.
 
     >>> import taut
     >>> prepared = taut.prepare(torch.ones(1, 3), "exp")
@@ -41,7 +42,6 @@ class Prepared:
     basis: Basis
     backend: Backend
     finite: bool  # does A hold numbers only?
-    version: int | None  # of A when it was looked at
     G: Tensor | None = None  # as given, detached
     alone: "Prepared | None" = None  # A by itself, where there is more: G, bounds, h
     h: Equations | None = None  # h(z, *params) = 0
@@ -117,12 +117,6 @@ class Prepared:
         """The same with nonlinear equations beside A z = b."""
         return replace(self, backend=Torch(), alone=self, h=h)
 
-    def changed(self) -> bool:
-        """Was A written to since it was looked at?"""
-        if self.version is None:
-            return False
-        return self.A._version + (0 if self.G is None else self.G._version) != self.version
-
     def __reduce__(self) -> tuple[Any, ...]:
         if self.alone is not None and self.G is self.h is None:
             return attrgetter("bounded"), (self.alone,)
@@ -173,12 +167,12 @@ class Unprepared:
     def prepared(self, A: LinearMap) -> Prepared:
         """Now that A can be looked at."""
         if self.h is not None:
-            return _prepared(A.data, self.activation, A, None).curved(self.h)
+            return _prepared(A.data, self.activation, A).curved(self.h)
         if self.equations is None:
-            return _prepared(A.data, self.activation, A, None)
+            return _prepared(A.data, self.activation, A)
         equations = A.only(torch.arange(self.equations, device=A.data.device))
-        alone = _prepared(equations.data, self.activation, equations, None)
-        return _kinked(alone, A, None, None)
+        alone = _prepared(equations.data, self.activation, equations)
+        return _kinked(alone, A, None)
 
 
 def prepare(
@@ -189,6 +183,8 @@ def prepare(
     h: Equations | None = None,
 ) -> Prepared:
     """Look at A, G and σ once, for many calls of `project`; h, nonlinear equations, goes with them.
+
+    A and G are copied: what is written to them later does not count.
 
     >>> prepare(torch.ones(2, 3), "sigmoid").basis.condition
     tensor(1., dtype=torch.float64)
@@ -201,12 +197,12 @@ def prepare(
         check_h(h, G is not None)
         # Without A, how many outputs there are is known when v comes.
         alone = torch.zeros(0, width(chosen) or 1) if A is None else _fixed(A, "A")
-        return examined(alone, chosen).curved(h)
+        return examined_copy(alone, None, chosen).curved(h)
     if G is None:
-        return examined(_fixed(A, "A"), chosen)
+        return examined_copy(_fixed(A, "A"), None, chosen)
     rows = _fixed(G, "G")
     equations = rows.new_zeros(0, rows.shape[-1]) if A is None else _fixed(A, "A")
-    return examined_with(equations, rows, chosen)
+    return examined_copy(equations, rows, chosen)
 
 
 def _fixed(A: Any, name: str) -> Tensor:
@@ -222,20 +218,31 @@ def _fixed(A: Any, name: str) -> Tensor:
     return A
 
 
+def examined_copy(A: Tensor, G: Tensor | None, activation: Activation) -> Prepared:
+    """`examined`, of copies: a write to `A.data`, or through NumPy, leaves no trace in A.
+
+    What is found in inference mode serves training too.
+    """
+    with outside_inference():
+        A = A.detach().clone()
+        if G is None:
+            return examined(A, activation)
+        return examined_with(A, G.detach().clone(), activation)
+
+
 def examined_with(A: Tensor, G: Tensor, activation: Activation) -> Prepared:
     """`examined`, for A with inequalities."""
     alone, G = examined(A, activation), _plain(G)
-    version = None if alone.version is None or G.is_inference() else alone.version + G._version
-    return _kinked(alone, stacked(alone.A, G), G, version)
+    return _kinked(alone, stacked(alone.A, G), G)
 
 
-def _kinked(alone: Prepared, C: LinearMap, G: Tensor | None, version: int | None) -> Prepared:
+def _kinked(alone: Prepared, C: LinearMap, G: Tensor | None) -> Prepared:
     finite = bool(C.data.isfinite().all())
     basis = _kinked_basis(C)
     backend: Backend = Torch()
     if finite:
         backend = backend_within(basis, alone, alone.activation)  # pyright: ignore
-    return Prepared(alone.A, alone.activation, C, basis, backend, finite, version, G, alone)
+    return Prepared(alone.A, alone.activation, C, basis, backend, finite, G, alone)
 
 
 def _kinked_basis(C: LinearMap) -> Basis:
@@ -254,7 +261,7 @@ def _kinked_basis(C: LinearMap) -> Basis:
 
 
 def _plain(A: Tensor) -> Tensor:
-    """Detached, with a version counter, and fit to be saved for a backward pass."""
+    """Detached, and fit to be saved for a backward pass."""
     return A.detach().clone() if A.is_inference() else A.detach()
 
 
@@ -262,11 +269,10 @@ def examined(A: Tensor, activation: Activation) -> Prepared:
     """`prepare`, whether A requires a gradient or not."""
     A = _plain(A)
     flat = A if A.ndim < 4 else A.flatten(0, -3)
-    version = None if A.is_inference() else A._version
-    return _prepared(A, activation, as_map(flat), version)
+    return _prepared(A, activation, as_map(flat))
 
 
-def _prepared(A: Tensor, activation: Activation, flat: LinearMap, version: int | None) -> Prepared:
+def _prepared(A: Tensor, activation: Activation, flat: LinearMap) -> Prepared:
     outputs = width(activation)
     if outputs is not None and outputs != flat.shape[1]:
         raise ValueError(
@@ -276,7 +282,7 @@ def _prepared(A: Tensor, activation: Activation, flat: LinearMap, version: int |
     finite = bool(flat.data.isfinite().all())
     basis = _basis(flat)
     backend = backend_for(basis, activation) if finite else Torch()
-    return Prepared(A, activation, flat, basis, backend, finite, version)
+    return Prepared(A, activation, flat, basis, backend, finite)
 
 
 def _basis(A: LinearMap, aloud: bool = True) -> Basis:

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from taut import compiled
-from taut.accept import Numbers, as_floating, check_h
+from taut.accept import Numbers, as_floating, check_h, check_labels, is_scipy
 from taut.activations import Activation, resolve
 from taut.autograd import check_followed, followed, recording, transforming, unseen
 from taut.implicit import solve
@@ -91,6 +91,8 @@ def project(
         sides = {"G": G, "lower": lower, "upper": upper, "params": params}
         return compiled.call(project, v, A, b, {**sides, **options, "on_failure": on_failure})
     check_settings(solver, on_failure)
+    if not isinstance(A, (Tensor, Prepared)) or G is not None:
+        check_labels(v=v, A=A, G=G)
     if h is not None or params or getattr(A, "h", None) is not None:
         sided = G is not None or lower is not None or upper is not None
         return _curved(v, A, b, (h, params, sided), activation, solver, init, on_failure)
@@ -139,6 +141,7 @@ def reconcile(
         chosen = A.activation
     else:
         chosen = resolve("linear" if activation is None else activation)
+    check_labels(y=y, A=A, G=G)
     y = as_floating("y", y, None)
     if on_failure == "raise" and not transforming():
         check_range("y", y, chosen)
@@ -319,7 +322,7 @@ def projected(
 def _unfit(A: Any, G: Any) -> bool:
     """Is a matrix sparse, and a compiler looking on, which would fail somewhere in between?"""
     layouts = {getattr(x, "layout", torch.strided) for x in (A, G)}
-    return layouts != {torch.strided} and followed()
+    return (layouts != {torch.strided} or is_scipy(A) or is_scipy(G)) and followed()
 
 
 def check_settings(solver: Any, on_failure: Any) -> None:
@@ -342,9 +345,5 @@ def _usable(prepared: Prepared, activation: str | Activation | None) -> Prepared
         raise ValueError(
             f"this A was prepared for {prepared.activation.name!r}; got "
             f"activation={resolve(activation).name!r}. Leave it out, or prepare A again."
-        )
-    if prepared.changed():
-        raise ValueError(
-            "A was changed in place after it was prepared. Prepare it again, or prepare a copy."
         )
     return prepared

@@ -229,13 +229,14 @@ def resolve(activation: str | Activation) -> Activation:
         return activation
     if not isinstance(activation, str):
         kind, called = type(activation).__name__, getattr(activation, "__name__", "")
+        advice = _ADVICE.get((called or kind).lower(), "")
         raise TypeError(
             f"activation must be a name, as {_nearest(called or kind) or 'exp'!r}, or a "
-            f"taut.Activation; got {kind}{f' {called!r}' if called else ''}. {_MADE}"
+            f"taut.Activation; got {kind}{f' {called!r}' if called else ''}.{advice} {_MADE}"
         )
     if activation not in ACTIVATIONS:
         near = _nearest(activation)
-        hint = f" Did you mean {near!r}?" if near else ""
+        hint = f" Did you mean {near!r}?" if near else _ADVICE.get(activation.lower(), "")
         known = ", ".join(sorted(ACTIVATIONS))
         raise ValueError(f"unknown activation {activation!r}.{hint} Known: {known}. {_MADE}")
     return ACTIVATIONS[activation]
@@ -247,6 +248,25 @@ _MADE = (
 )
 
 
+_POSITIVE = (
+    ' For outputs that are not negative pass lower=0.0, which clips them, or take "exp", which '
+    "keeps them positive."
+)
+_SHARES = (
+    ' A softmax is "exp" with Σz = 1: project(v, torch.ones(1, K), torch.ones(1), '
+    'activation="exp").'
+)
+#: What to take for functions that are known elsewhere and are none of the table.
+_ADVICE = {
+    **dict.fromkeys(("relu", "softplus", "relu6", "threshold"), _POSITIVE),
+    **dict.fromkeys(("softmax", "softmax2d", "log_softmax", "logsoftmax", "softmin"), _SHARES),
+}
+
+
 def _nearest(name: str) -> str | None:
+    if name.lower() in _ADVICE:
+        return None
     near = difflib.get_close_matches(name.lower(), ACTIVATIONS, n=1, cutoff=0.4)
+    if near == ["srlu"]:  # nearly all names of rectifiers are like it, and they mean others
+        near = difflib.get_close_matches(name.lower(), near, cutoff=0.8)
     return near[0] if near else None

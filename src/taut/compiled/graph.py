@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from taut.accept import is_scipy
 from taut.activations import Activation, resolve
 from taut.autograd import check_recorded, transforming, uncompiled
 from taut.compiled.ops import DTYPES
@@ -94,7 +95,9 @@ def _refusal(A: Any, activation: Activation, options: dict[str, Any]) -> str | N
             return "this A was prepared for another activation."
         return SPARSE if A.map.sparse else None
     matrices = (A, options["G"])
-    sparse = any(isinstance(x, Tensor) and x.layout is not torch.strided for x in matrices)
+    sparse = any(
+        x.layout is not torch.strided if isinstance(x, Tensor) else is_scipy(x) for x in matrices
+    )
     return SPARSE if sparse else None
 
 

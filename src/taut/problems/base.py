@@ -73,6 +73,10 @@ class Problem(ABC):
     def bare(self) -> "Problem":
         """The same kind without tensors, for an autograd function to keep."""
 
+    def copied(self) -> "Problem":
+        """The same numbers in memory of their own, without a graph."""
+        return self.over(*(x.detach().clone() for x in self.inputs))
+
     @abstractmethod
     def needed(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Those of the inputs that derivatives read."""
