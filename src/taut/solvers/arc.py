@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from taut.backends import Rules
+from taut.backends import One, Rules
 from taut.outcome import Status
 from taut.solvers.sides import EPS, TINY, Levels, Point, Sides, masked
 from taut.systems import Factor, solve_lifted
@@ -38,13 +38,22 @@ class _Progress(NamedTuple):
 
 
 def newton(
-    sides: Sides, start: Float[Tensor, "N M"] | None, rules: Rules, budget: int, last: bool = False
+    sides: Sides,
+    start: Float[Tensor, "N M"] | None,
+    rules: Rules,
+    budget: int,
+    last: bool = False,
+    one: One | None = None,
 ) -> Found:
-    """At most `budget` steps from `start`.
+    """At most `budget` steps from `start`; by `one` where there is such code.
 
     A first attempt leaves a sample open when its active rows depend on each other: the interior
     point method does not mind. The `last` one damps its steps instead.
     """
+    start = None if start is None else _allowed(sides, start)
+    found = None if one is None else _compiled(sides, start, rules, budget, last, one)
+    if found is not None:
+        return found
     n, device = len(sides.v), sides.v.device
     point = _begun(sides, start)
     ν = point.multipliers
@@ -85,12 +94,32 @@ def newton(
     return found
 
 
+def _compiled(
+    sides: Sides, start: Tensor | None, rules: Rules, budget: int, last: bool, one: One
+) -> Found | None:
+    """The same by the compiled code."""
+    lowest, highest = sides.ends()
+    given = {"v": sides.v, "lower": sides.lower, "upper": sides.upper, "floor": sides.floor}
+    given |= {"ceiling": sides.ceiling, "lowest": lowest, "highest": highest}
+    start = torch.zeros_like(sides.lower) if start is None else start
+    found = one.newton(sides.C, given, start, rules, budget, last)
+    if found is None:
+        return None
+    point = Point(*(found[name] for name in ("multipliers", "u", "z", "w", "r")))
+    return Found(point, found["status"], found["iterations"], found["level"])
+
+
+def _allowed(sides: Sides, start: Tensor) -> Float[Tensor, "N M"]:
+    """A start without signs that the sides do not allow."""
+    none = (sides.lower == -torch.inf) & (start > 0) | (sides.upper == torch.inf) & (start < 0)
+    return start.masked_fill(none, 0)
+
+
 def _begun(sides: Sides, start: Tensor | None) -> Point:
-    """At a start without signs that the sides do not allow; at 0 where C z overflows there."""
+    """At the start; at 0 where C z overflows there."""
     if start is None:
         return sides.point(torch.zeros_like(sides.lower))
-    none = (sides.lower == -torch.inf) & (start > 0) | (sides.upper == torch.inf) & (start < 0)
-    point = sides.point(start.masked_fill(none, 0))
+    point = sides.point(start)
     finite = point.finite()
     if bool(finite.all()):
         return point

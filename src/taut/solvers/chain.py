@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from taut.backends import Rules
+from taut.backends import One, Rules
 from taut.certificate import rays, reach_of_proof
 from taut.outcome import Status
 from taut.solvers.arc import Found, newton
@@ -14,7 +14,6 @@ from taut.solvers.interior import interior
 from taut.solvers.sides import Point, Sides
 
 _INNER, _POLISH, _LAST = 100, 20, 150  # steps of each part, at most
-_PATIENCE = 4  # interior steps between two attempts of a proof
 _FAR = 1e8  # a proof for |z| ≤ R decides from an R of so many times the numbers given
 
 
@@ -38,7 +37,9 @@ def chain(sides: Sides, start: Float[Tensor, "N M"] | None, rules: Rules, exact:
 
     Without `exact`, proofs are made of numbers that float32 has too.
     """
-    work = _Work(sides, rules, exact, newton(sides, start, rules, _within(rules, rules.first)))
+    one = One.of(sides.activation, sides.line, sides.C, rules)
+    found = newton(sides, start, rules, _within(rules, rules.first), one=one)
+    work = _Work(sides, rules, exact, found, one)
     left = work.open()
     if len(left):
         left = left[~work.prove(left, work.found.point.multipliers[left])]
@@ -50,7 +51,7 @@ def chain(sides: Sides, start: Float[Tensor, "N M"] | None, rules: Rules, exact:
         left = work.inner(left, 1e-13, False)
     if len(left):
         again = None if start is None else start[left]
-        work.renew(left, newton(sides.take(left), again, rules, _within(rules, _LAST), True))
+        work.renew(left, newton(sides.take(left), again, rules, _within(rules, _LAST), True, one))
         left = left[work.found.status[left] < 0]
         work.prove(left, work.found.point.multipliers[left])
     return work.tidied()
@@ -90,8 +91,9 @@ def _within(rules: Rules, steps: int) -> int:
 class _Work:
     """What is known so far of every sample; written to in place."""
 
-    def __init__(self, sides: Sides, rules: Rules, exact: bool, found: Found):
+    def __init__(self, sides: Sides, rules: Rules, exact: bool, found: Found, one: One | None):
         self.sides, self.rules, self.exact, self.found = sides, rules, exact, found
+        self.one = one
         self.iterations = found.iterations.clone()
         self.need = _FAR * _size(sides)
 
@@ -109,28 +111,45 @@ class _Work:
         """The interior point method to `tol`, then Newton; the samples that are open still."""
         sides, proven = self.sides.take(index), torch.zeros_like(index, dtype=torch.bool)
 
-        def watch(place: Tensor, ν: Tensor, iteration: int) -> Tensor:
-            if iteration < 3 or iteration % _PATIENCE:
-                return torch.zeros_like(place, dtype=torch.bool)
-            done = self.prove(index[place], ν)
+        def watch(place: Tensor, tries: Tensor) -> Tensor:
+            done = self.prove(index[place], tries)
             proven[place[done]] = True
             return done
 
         steps = _within(self.rules, _INNER)
-        ended = interior(sides, tol, steps, watch if watched else None)
+        ended = interior(sides, tol, steps, watch if watched else None, self.one)
         self.iterations.index_add_(0, index, ended.iterations)
         rest = (~proven).nonzero().squeeze(-1)
         if len(rest):
             polish = _within(self.rules, _POLISH)
-            part = newton(sides.take(rest), ended.start[rest], self.rules, polish, True)
+            start = ended.start[rest]
+            part = newton(sides.take(rest), start, self.rules, polish, True, self.one)
             self.renew(index[rest], part)
             rest = rest[part.status < 0]
-            if not watched and len(rest):
+            if len(rest):
                 rest = rest[~self.prove(index[rest], ended.raw[rest])]
         return index[rest]
 
     def prove(self, index: Tensor, multipliers: Tensor) -> Tensor:
-        """Which of the samples at `index` are infeasible; writes the verdict and its proof."""
+        """Which of the samples at `index` are infeasible; writes the verdict and its proof.
+
+        There may be several ν for each.
+        """
+        if multipliers.ndim == 3:
+            tries = multipliers.shape[1]
+            reach, proof = self._proofs(index.repeat_interleave(tries), multipliers.flatten(0, 1))
+            reach, which = reach.unflatten(0, (-1, tries)).max(-1)
+            proof = proof.unflatten(0, (-1, tries))[torch.arange(len(which)), which]
+        else:
+            reach, proof = self._proofs(index, multipliers)
+        done = reach > 0
+        at = index[done]
+        self.found.point.multipliers.index_copy_(0, at, proof[done])
+        self.found.status.index_fill_(0, at, int(Status.INFEASIBLE))
+        return done
+
+    def _proofs(self, index: Tensor, multipliers: Tensor) -> tuple[Tensor, Tensor]:
+        """The farthest proof that each ν leads to, and its reach; −1 where there is none."""
         sides, need = self.sides.take(index), self.need[index]
         best, proof = torch.full_like(need, -1.0), torch.zeros_like(multipliers)
         ends = sides.ends()
@@ -147,11 +166,7 @@ class _Work:
             ray = ray.index_copy(0, few, told)
             proof = torch.where((reach > best).unsqueeze(-1), ray, proof)
             best = torch.maximum(reach, best)
-        done = best > 0
-        at = index[done]
-        self.found.point.multipliers.index_copy_(0, at, proof[done])
-        self.found.status.index_fill_(0, at, int(Status.INFEASIBLE))
-        return done
+        return best, proof
 
     def tidied(self) -> Chained:
         """Multipliers that cannot be told from 0 are 0: their rows count as inactive.

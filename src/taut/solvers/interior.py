@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from taut.activations import Activation
+from taut.backends import EVERY, One
 from taut.maps import LinearMap
 from taut.solvers.sides import TINY, Sides
 from taut.systems import solve_lifted
@@ -25,8 +26,10 @@ _NEARLY = 0.99  # of the way to the next slack or multiplier that would be 0
 _LOOSE = 0.03  # how far C z may be from what was predicted while t moves
 _LEAST = 1e-3  # of the largest row: no row is measured by less
 
-#: Multipliers of some samples, at an iteration: which of them need no more work?
-Watch = Callable[[Tensor, Tensor, int], Tensor]
+_LOOKS = (4, 8, 16, 32, 64)  # iterations after which a watch is asked
+
+#: Multipliers of some samples, at one or more iterations: which of them need no more work?
+Watch = Callable[[Tensor, Float[Tensor, "n tries M"]], Tensor]
 
 
 @final
@@ -129,29 +132,83 @@ class Ended(NamedTuple):
     iterations: Int[Tensor, "N"]
 
 
-def interior(sides: Sides, tol: float, budget: int, watch: Watch | None = None) -> Ended:
-    """Follow the path to `tol`, or for `budget` steps."""
-    rows = _Rows.of(sides)
-    rows, path = _begin(rows)
+def interior(
+    sides: Sides, tol: float, budget: int, watch: Watch | None = None, one: One | None = None
+) -> Ended:
+    """Follow the path to `tol`, or for `budget` steps; by `one` where there is such code.
+
+    The `watch` looks at samples that are open still, now and then.
+    """
+    rows, path = _begin(_Rows.of(sides))
     n, count = sides.lower.shape
     place = torch.arange(n, device=sides.v.device)
     ended = Ended(sides.v.new_zeros(n, count), sides.v.new_zeros(n, count), place * 0)
-    for iteration in range(budget + 1):
+    taken = 0
+    for until in (*(x for x in _LOOKS if x < budget), budget):
+        path, made, stop, seen = _walk(rows, path, tol, until - taken, one)
+        open, taken = ~stop, until
+        if watch is not None and seen.shape[1] and bool(open.any()):
+            index = open.nonzero().squeeze(-1)
+            norm = rows.norm if rows.C.shared else rows.norm[index].unsqueeze(1)
+            stop = stop.index_put((index,), watch(place[index], seen[index] / norm))
+        ended.iterations.index_add_(0, place, made)
+        stop = stop | (until == budget)
+        index, left = stop.nonzero().squeeze(-1), (~stop).nonzero().squeeze(-1)
+        _end(ended, rows.take(index), path.take(index), place[index])
+        if not len(left):
+            break
+        rows, path, place = rows.take(left), path.take(left), place[left]
+    return ended
+
+
+def _walk(
+    rows: _Rows, path: _Path, tol: float, steps: int, one: One | None
+) -> tuple[_Path, Int[Tensor, "n"], Bool[Tensor, "n"], Float[Tensor, "n tries M"]]:
+    """So many steps: where they end, how many were made, who has stopped, and ν now and then."""
+    found = None if one is None else _compiled(rows, path, tol, steps, one)
+    if found is not None:
+        return found
+    n, count = len(rows.v), rows.C.shape[0]
+    whole, place = _Path(*(x.clone() for x in path)), torch.arange(n, device=rows.v.device)
+    made, stopped = place * 0, torch.zeros_like(place, dtype=torch.bool)
+    seen = path.ν.new_zeros(n, steps // EVERY, count)
+    for step in range(steps + 1):
         gap = _gap(rows, path)
         size, error = _error(rows, path)
+        if step and step % EVERY == 0:
+            seen[place, step // EVERY - 1] = path.ν[:, :count]
         stop = ((error <= tol) & (path.t == 1).squeeze(-1)) | ~(error < torch.inf)
-        stop = stop | (iteration == budget)
-        if watch is not None:
-            stop = stop | watch(place, path.ν[:, :count] / rows.norm, iteration)
-        if bool(stop.any()):
-            index, left = stop.nonzero().squeeze(-1), (~stop).nonzero().squeeze(-1)
-            _end(ended, rows.take(index), path.take(index), place[index], iteration)
+        over = stop | (step == steps)
+        if bool(over.any()):
+            index, left = over.nonzero().squeeze(-1), (~over).nonzero().squeeze(-1)
+            for x, y in zip(whole, path, strict=True):
+                x.index_copy_(0, place[index], y[index])
+            made.index_fill_(0, place[index], step)
+            stopped.index_copy_(0, place[index], stop[index])
             if not len(left):
                 break
             rows, path, place = rows.take(left), path.take(left), place[left]
             gap, size = gap[left], size[left]
         path = _step(rows, path, gap, size)
-    return ended
+    return whole, made, stopped, seen
+
+
+def _compiled(
+    rows: _Rows, path: _Path, tol: float, steps: int, one: One
+) -> tuple[_Path, Tensor, Tensor, Tensor] | None:
+    """The same by the compiled code."""
+    names = {"v": "v", "lower": "lower", "upper": "upper", "equal": "equal", "low": "has_lower"}
+    names |= {"high": "has_upper", "unit_z": "unit_z", "unit_u": "unit_u"}
+    given = {name: getattr(rows, its) for name, its in names.items()}
+    path = _Path(*(x.clone(memory_format=torch.contiguous_format) for x in path))
+    point = dict(zip((*_PATH,), path, strict=True))
+    found = one.walk(rows.C, given, point, rows.boxed, tol, steps)
+    if found is None:
+        return None
+    return path, found["iterations"], found["stopped"], found["seen"]
+
+
+_PATH = "t", "nu", "below", "above", "up", "down", "u", "z", "r"
 
 
 def _begin(rows: _Rows) -> tuple[_Rows, _Path]:
@@ -218,7 +275,7 @@ def _residuals(rows: _Rows, path: _Path) -> tuple[Tensor, Tensor, Tensor]:
     return equal, lower, torch.where(rows.has_upper, rows.upper - path.r - path.above, 0)
 
 
-def _end(ended: Ended, rows: _Rows, path: _Path, place: Tensor, iteration: int) -> None:
+def _end(ended: Ended, rows: _Rows, path: _Path, place: Tensor) -> None:
     """Write ν, in the units that the rows were given in."""
     count = rows.C.shape[0]
     low = rows.has_lower & (path.up * rows.unit_z > path.below * rows.unit_u)
@@ -227,7 +284,6 @@ def _end(ended: Ended, rows: _Rows, path: _Path, place: Tensor, iteration: int) 
     ν = torch.where((low & ~high & (ν < 0)) | (high & ~low & (ν > 0)), 0, ν)
     ended.start.index_copy_(0, place, ν[:, :count] / rows.norm)
     ended.raw.index_copy_(0, place, path.ν[:, :count] / rows.norm)
-    ended.iterations.index_fill_(0, place, iteration)
 
 
 @final
