@@ -20,7 +20,7 @@ EVERY = 4  # steps of the interior point method from one ν that is kept to the 
 
 @final
 class One:
-    """Newton's method, and steps of the interior point method, for rows that samples share or not."""
+    """Newton's method, and steps of the interior point method, for one σ."""
 
     def __init__(self, plan: Plan, given: Given, line: bool) -> None:
         self._arrays, self._given, self._line = plan, given, line  # C reads them by address
@@ -102,5 +102,8 @@ class One:
         return run(name, values | addresses, work) == 0
 
 
-_SIZES = ("outputs", "given", "rows", "kept", "disjoint", "constraints", "positive", "even", "faint",
-          "safe", "worked", "uniform")  # fmt: skip
+#: Of a plan; this code needs none but two.
+_SIZES = (
+    "outputs", "given", "rows", "kept", "disjoint", "constraints",
+    "positive", "even", "faint", "safe", "worked", "uniform",
+)  # fmt: skip

@@ -26,7 +26,7 @@ _NEARLY = 0.99  # of the way to the next slack or multiplier that would be 0
 _LOOSE = 0.03  # how far C z may be from what was predicted while t moves
 _LEAST = 1e-3  # of the largest row: no row is measured by less
 
-_LOOKS = (4, 8, 16, 32, 64)  # iterations after which a watch is asked
+LOOKS = (4, 8, 16, 32, 64)  # iterations after which a watch is asked
 
 #: Multipliers of some samples, at one or more iterations: which of them need no more work?
 Watch = Callable[[Tensor, Float[Tensor, "n tries M"]], Tensor]
@@ -133,21 +133,26 @@ class Ended(NamedTuple):
 
 
 def interior(
-    sides: Sides, tol: float, budget: int, watch: Watch | None = None, one: One | None = None
+    sides: Sides,
+    tol: float,
+    budget: int,
+    watch: Watch,
+    looks: tuple[int, ...] = LOOKS,
+    one: One | None = None,
 ) -> Ended:
     """Follow the path to `tol`, or for `budget` steps; by `one` where there is such code.
 
-    The `watch` looks at samples that are open still, now and then.
+    The `watch` is asked about samples that are open at the end, and after so many steps (`looks`).
     """
     rows, path = _begin(_Rows.of(sides))
     n, count = sides.lower.shape
     place = torch.arange(n, device=sides.v.device)
     ended = Ended(sides.v.new_zeros(n, count), sides.v.new_zeros(n, count), place * 0)
     taken = 0
-    for until in (*(x for x in _LOOKS if x < budget), budget):
+    for until in (*(x for x in looks if x < budget), budget):
         path, made, stop, seen = _walk(rows, path, tol, until - taken, one)
         open, taken = ~stop, until
-        if watch is not None and seen.shape[1] and bool(open.any()):
+        if seen.shape[1] and bool(open.any()):
             index = open.nonzero().squeeze(-1)
             norm = rows.norm if rows.C.shared else rows.norm[index].unsqueeze(1)
             stop = stop.index_put((index,), watch(place[index], seen[index] / norm))
@@ -201,14 +206,14 @@ def _compiled(
     names |= {"high": "has_upper", "unit_z": "unit_z", "unit_u": "unit_u"}
     given = {name: getattr(rows, its) for name, its in names.items()}
     path = _Path(*(x.clone(memory_format=torch.contiguous_format) for x in path))
-    point = dict(zip((*_PATH,), path, strict=True))
+    point: dict[str, Tensor] = dict(zip(_PATH, path, strict=True))
     found = one.walk(rows.C, given, point, rows.boxed, tol, steps)
     if found is None:
         return None
     return path, found["iterations"], found["stopped"], found["seen"]
 
 
-_PATH = "t", "nu", "below", "above", "up", "down", "u", "z", "r"
+_PATH: tuple[str, ...] = "t", "nu", "below", "above", "up", "down", "u", "z", "r"
 
 
 def _begin(rows: _Rows) -> tuple[_Rows, _Path]:

@@ -17,6 +17,7 @@ from taut.systems import Factor, solve_gram
 
 EPS = 2.0**-52
 TINY = 1e-290
+_HUGE = 1e300
 
 
 @final
@@ -144,8 +145,9 @@ class Sides:
         """
         C, ν = self.C.abs(), point.multipliers
         plain = self.size(ν, point.z)
-        fair = plain + C.apply(point.w * self.v.abs())
-        rough = fair + C.apply(point.w * C.adjoint(ν.abs()))
+        # A size that has overflowed must not make every residual small.
+        fair = (plain + C.apply(point.w * self.v.abs())).clamp(max=_HUGE)
+        rough = (fair + C.apply(point.w * C.adjoint(ν.abs()))).clamp(max=_HUGE)
         noise = torch.minimum(2 * EPS * rough, 1e-13 * fair)
         idle = (ν == 0) & ~self.equal & (s.abs() <= noise)
         levels = Levels(*(_worst(s, scale) for scale in (plain, fair, rough)))

@@ -6,6 +6,7 @@
 
 #include "sides.h"
 
+#define HUGEST 1e300
 #define SRLU 4 /* a kind that only this file knows: u times the mean of two numbers */
 
 /* Where a sample is: z = clip(σ(u)), w = dz/du, r = C z */
@@ -82,6 +83,8 @@ PART void read_alone(const One *of, Alone *x, int64_t n) {
 }
 
 INLINE double size_of_one(double x) { return x < 0.0 ? -x : x; }
+INLINE double least_of(double x, double y) { return y < x ? y : x; }
+INLINE double most_of_two(double x, double y) { return y > x ? y : x; }
 
 /* to ← C z, or |C|z */
 PART void image_of(const Alone *x, const double *z, int sign, double *to) {
@@ -216,8 +219,9 @@ PART void measure_rows(Alone *x, double *plain, double *fair, double *rough) {
     image_of(x, x->y, 0, x->fair);
     image_of(x, x->shift, 0, x->rough);
     for (int64_t i = 0; i < M; i++) {
-        x->fair[i] += x->size[i];
-        x->rough[i] += x->fair[i];
+        /* A size that has overflowed must not make every residual small. */
+        x->fair[i] = least_of(x->fair[i] + x->size[i], HUGEST);
+        x->rough[i] = least_of(x->rough[i] + x->fair[i], HUGEST);
         x->s[i] = slope_of_row(x, at->nu[i], at->r[i], i);
     }
     *plain = worst_of(M, x->s, x->size);

@@ -88,9 +88,6 @@ INLINE double off_above(const Walk *x, int64_t i) {
 }
 INLINE int is_open(const Walk *x, int64_t i) { return !(x->equal[i] || x->low[i] || x->high[i]); }
 
-INLINE double least_of(double x, double y) { return y < x ? y : x; }
-INLINE double most_of_two(double x, double y) { return y > x ? y : x; }
-
 /* The mean of slack times multiplier, after a step of this length */
 PART double gap_of_walk(const Walk *x, double length) {
     double total = 0.0, count = 0.0;
