@@ -95,13 +95,15 @@ class One:
     def _called(name: str, values: dict[str, Any], tensors: dict[str, Tensor | None]) -> bool:
         """False where C could not read them, or had no memory."""
         kept = {key: x if x is None else x.contiguous() for key, x in tensors.items()}
-        if not readable(*(x for x in kept.values() if x is not None and x.numel())):
+        there = [x for x in kept.values() if x is not None and x.numel()]
+        if not readable(*there) or any(x.dtype not in _DTYPES for x in there):
             return False
         addresses = {key: 0 if x is None else x.data_ptr() for key, x in kept.items()}
         work = values["samples"] * values["rows"] ** 2 * values["outputs"]
         return run(name, values | addresses, work) == 0
 
 
+_DTYPES = torch.float64, torch.int64, torch.bool
 #: Of a plan; this code needs none but two.
 _SIZES = (
     "outputs", "given", "rows", "kept", "disjoint", "constraints",
