@@ -64,7 +64,7 @@ def newton(
         if not len(point.u):
             break
         s = sides.gradient(point.multipliers, point.r)
-        levels, s = sides.measure(point, s)
+        levels, s, noise = sides.measure(point, s)
         stalls = (progress.stalls + 1).masked_fill(levels.plain < 0.5 * progress.best, 0)
         best = torch.minimum(progress.best, levels.plain)
         progress = progress._replace(best=best, stalls=stalls)
@@ -80,7 +80,7 @@ def newton(
             _close(found, sides, point, progress.place, closed, done, levels, iteration, rules)
             left = (~closed).nonzero().squeeze(-1)
             sides, point, progress = sides.take(left), point.take(left), progress.take(left)
-            s, levels = s[left], Levels(*(x[left] for x in levels))
+            s, noise, levels = s[left], noise[left], Levels(*(x[left] for x in levels))
             if not len(left):
                 break
         orthant = torch.where(point.multipliers != 0, point.multipliers.sign(), -s.sign())
@@ -90,7 +90,7 @@ def newton(
         step, broken = _direction(sides, point.w, s, active, damping, levels.plain, rules)
         step = step.where(step.isfinite().all(-1, keepdim=True), 0)
         progress = progress._replace(broken=progress.broken + broken)
-        point = _search(sides, point, step, s, orthant, rules)
+        point = _search(sides, point, step, s, noise, orthant, rules)
     return found
 
 
@@ -222,7 +222,13 @@ class _Trial(NamedTuple):
 
 
 def _search(
-    sides: Sides, point: Point, step: Tensor, s: Tensor, orthant: Tensor, rules: Rules
+    sides: Sides,
+    point: Point,
+    step: Tensor,
+    s: Tensor,
+    noise: Tensor,
+    orthant: Tensor,
+    rules: Rules,
 ) -> Point:
     """ν(α) = [ν + α step] in its orthant, judged by the slope of D at the end of the chord."""
     far = sides.C.adjoint(step).abs().amax(-1)
@@ -241,15 +247,14 @@ def _search(
         change = ν - start
         before = (change * s).sum(-1).abs()
         after = (change * torch.where(active, here.r - side, 0)).sum(-1)
-        held = side.abs().nan_to_num(posinf=0.0)
-        longer, trial = _judged(trial, before, after, (change.abs() * held).sum(-1), sides, rules)
+        longer, trial = _judged(trial, before, after, (change.abs() * noise).sum(-1), sides, rules)
         index = longer.nonzero().squeeze(-1)
         if not len(index):
             break
         if len(index) < len(todo):
             todo, sides, trial = todo[index], sides.take(index), _taken(trial, index)
-            start, step, s, orthant = (x[index] for x in (start, step, s, orthant))
-            side, active = side[index], active[index]
+            start, step, s, noise = (x[index] for x in (start, step, s, noise))
+            orthant, side, active = (x[index] for x in (orthant, side, active))
     finite = new.finite()  # else no length was short enough
     if bool(finite.all()):
         return new
@@ -258,11 +263,11 @@ def _search(
 
 
 def _judged(
-    trial: _Trial, before: Tensor, after: Tensor, size: Tensor, sides: Sides, rules: Rules
+    trial: _Trial, before: Tensor, after: Tensor, noise: Tensor, sides: Sides, rules: Rules
 ) -> tuple[Bool[Tensor, "n"], _Trial]:
     """Which samples try another length, and which."""
     length, low, grows = trial
-    long = ~(after <= rules.overshoot * before + 1e-15 * size)
+    long = ~(after <= rules.overshoot * before + noise)
     short = (after < -rules.undershoot * before) & grows & (not sides.straight)
     cut = (before / (before + after)).nan_to_num(rules.cut).clamp(rules.cut, 0.5)
     other = torch.where(short, rules.growth * length, length)

@@ -131,9 +131,9 @@ class _Work:
         return index[rest], ended.start[rest]
 
     def last(self, index: Tensor, start: Tensor | None, end: Tensor) -> None:
-        """Damped steps from the start; where they cost little also from `end`, and many of them."""
-        several = self.one is not None
-        starts, left = (start, end) if several else (start,), torch.arange(len(index)).to(index)
+        """Damped steps from the start; where they cost little, many, also from `end` and from 0."""
+        several, left = self.one is not None, torch.arange(len(index)).to(index)
+        starts = (start, end, None)[: 1 if not several else 2 if start is None else 3]
         ends = end.new_zeros(len(index), len(starts), end.shape[-1])
         for place, begin in enumerate(starts):
             ν = None if begin is None else begin[left]
@@ -212,7 +212,7 @@ class _Work:
         """Set these multipliers to 0 where the conditions then hold as well."""
         sides, point = self.sides.take(index), self.found.point
         without = sides.point(point.multipliers[index].masked_fill(idle, 0))
-        levels, _ = sides.measure(without, sides.gradient(without.multipliers, without.r))
+        levels, *_ = sides.measure(without, sides.gradient(without.multipliers, without.r))
         fine = (levels.fair <= self.rules.fair) & (levels.rough <= self.rules.rough)
         fine = fine | (levels.plain <= self.found.level[index])
         few = fine.nonzero().squeeze(-1)

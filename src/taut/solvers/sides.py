@@ -17,7 +17,6 @@ from taut.systems import Factor, solve_gram
 
 EPS = 2.0**-52
 TINY = 1e-290
-_HUGE = 1e300
 
 
 @final
@@ -138,20 +137,24 @@ class Sides:
         terms = self.held_at(multipliers).abs() + self.C.abs().apply(z.abs())
         return terms.clamp_min(TINY)
 
-    def measure(self, point: Point, s: Tensor) -> tuple[Levels, Float[Tensor, "n M"]]:
-        """The levels of s, and s without what is rounding.
+    def measure(
+        self, point: Point, s: Tensor
+    ) -> tuple[Levels, Float[Tensor, "n M"], Float[Tensor, "n M"]]:
+        """The levels of s, s without what is rounding, and what may be rounding of it.
 
         A row at its side must not become active for 1e-17: that part of s is set to 0.
         """
         C, ν = self.C.abs(), point.multipliers
         plain = self.size(ν, point.z)
         # A size that has overflowed must not make every residual small.
-        fair = (plain + C.apply(point.w * self.v.abs())).clamp(max=_HUGE)
-        rough = (fair + C.apply(point.w * C.adjoint(ν.abs()))).clamp(max=_HUGE)
+        fair = plain + C.apply(point.w * self.v.abs())
+        fair = torch.where(fair < torch.inf, fair, plain)
+        rough = fair + C.apply(point.w * C.adjoint(ν.abs()))
+        rough = torch.where(rough < torch.inf, rough, fair)
         noise = torch.minimum(2 * EPS * rough, 1e-13 * fair)
         idle = (ν == 0) & ~self.equal & (s.abs() <= noise)
         levels = Levels(*(_worst(s, scale) for scale in (plain, fair, rough)))
-        return levels, s.masked_fill(idle, 0)
+        return levels, s.masked_fill(idle, 0), 4 * EPS * rough
 
     def keeps(
         self, z: Tensor, most: float, first: int = 0, multipliers: Tensor | None = None

@@ -6,7 +6,6 @@
 
 #include "sides.h"
 
-#define HUGEST 1e300
 #define SRLU 4 /* a kind that only this file knows: u times the mean of two numbers */
 
 /* Where a sample is: z = clip(σ(u)), w = dz/du, r = C z */
@@ -220,8 +219,10 @@ PART void measure_rows(Alone *x, double *plain, double *fair, double *rough) {
     image_of(x, x->shift, 0, x->rough);
     for (int64_t i = 0; i < M; i++) {
         /* A size that has overflowed must not make every residual small. */
-        x->fair[i] = least_of(x->fair[i] + x->size[i], HUGEST);
-        x->rough[i] = least_of(x->rough[i] + x->fair[i], HUGEST);
+        x->fair[i] += x->size[i];
+        if (!(x->fair[i] < INFINITY)) x->fair[i] = x->size[i];
+        x->rough[i] += x->fair[i];
+        if (!(x->rough[i] < INFINITY)) x->rough[i] = x->fair[i];
         x->s[i] = slope_of_row(x, at->nu[i], at->r[i], i);
     }
     *plain = worst_of(M, x->s, x->size);

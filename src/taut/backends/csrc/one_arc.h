@@ -110,16 +110,16 @@ PART int direct_one(Alone *x, double damping) {
     return broken;
 }
 
-/* The slope of D at the start and at the end of the chord to `there`, and the size of its terms */
-INLINE void slopes_of_chord(const Alone *x, double *before, double *after, double *size) {
-    *before = *after = *size = 0.0;
+/* The slope of D at the start and at the end of the chord to `there`, and what may be rounding of it */
+INLINE void slopes_of_chord(const Alone *x, double *before, double *after, double *noise) {
+    *before = *after = *noise = 0.0;
     for (int64_t i = 0; i < x->rows; i++) {
         const double change = x->there.nu[i] - x->here.nu[i];
         if (x->orthant[i] == 0.0) continue;
         const double side = x->orthant[i] > 0.0 ? x->lower[i] : x->upper[i];
         *before += change * x->s[i];
         *after += change * (x->there.r[i] - side);
-        if (size_of_one(side) < INFINITY) *size += size_of_one(change) * size_of_one(side);
+        *noise += 4.0 * EPS * size_of_one(change) * x->rough[i];
     }
     *before = size_of_one(*before);
 }
@@ -129,7 +129,7 @@ PART void search_one(Alone *x) {
     const One *of = x->of;
     const Rules *r = of->rules;
     const int straight = of->line && !x->floor;
-    double alpha = 1.0, low = 0.0, far = 0.0, before, after, size;
+    double alpha = 1.0, low = 0.0, far = 0.0, before, after, noise;
     pull_of(x, x->step, 1, x->y);
     for (int64_t k = 0; k < x->outputs; k++) far = size_of_one(x->y[k]) > far ? size_of_one(x->y[k]) : far;
     if (!straight && far > r->reach) alpha = r->reach / far;
@@ -140,8 +140,8 @@ PART void search_one(Alone *x) {
             x->there.nu[i] = is_equation(x, i) || to * x->orthant[i] > 0.0 ? to : 0.0;
         }
         visit(x, &x->there);
-        slopes_of_chord(x, &before, &after, &size);
-        const int too_long = !(after <= r->overshoot * before + 1e-15 * size);
+        slopes_of_chord(x, &before, &after, &noise);
+        const int too_long = !(after <= r->overshoot * before + noise);
         const int too_short = !straight && growing && after < -r->undershoot * before;
         if (!too_long && !too_short) break;
         if (too_long) {
