@@ -32,6 +32,12 @@ class _Progress(NamedTuple):
     best: Float[Tensor, "n"]  # the smallest level so far
     stalls: Int[Tensor, "n"]  # for how many iterations it has not been halved
     broken: Int[Tensor, "n"]  # how often the active rows depended on each other
+    still: Int[Tensor, "n"]  # for how many iterations ν has not moved: it will not any more
+
+    def after(self, broken: Tensor, stood: Bool[Tensor, "n"]) -> "_Progress":
+        """With one more step, after which ν is where it `stood`."""
+        still = (self.still + 1).masked_fill(~stood, 0)
+        return self._replace(broken=self.broken + broken, still=still)
 
     def take(self, index: Tensor) -> "_Progress":
         return _Progress(*(x[index] for x in self))
@@ -59,7 +65,7 @@ def newton(
     ν = point.multipliers
     place = torch.arange(n, device=device)
     found = Found(Point(*(x.clone() for x in point)), place * 0 - 1, place * 0, ν.new_ones(n))
-    progress = _Progress(place, ν.new_full((n,), torch.inf), place * 0, place * 0)
+    progress = _Progress(place, ν.new_full((n,), torch.inf), *(place * 0 for _ in range(3)))
     for iteration in range(budget + 1):
         if not len(point.u):
             break
@@ -73,7 +79,7 @@ def newton(
         if bool(stopped.any()):
             point, stopped = _settled(sides, point, stopped, rules)
             done = done | stopped
-        closed = done | (iteration == budget)
+        closed = done | (iteration == budget) | (progress.still > _STALLED)
         if not last:
             closed = closed | (progress.broken > 1)
         if bool(closed.any()):
@@ -89,8 +95,8 @@ def newton(
         damping = 1e-4 * levels.plain.clamp(max=1.0) if last else torch.zeros_like(levels.plain)
         step, broken = _direction(sides, point.w, s, active, damping, levels.plain, rules)
         step = step.where(step.isfinite().all(-1, keepdim=True), 0)
-        progress = progress._replace(broken=progress.broken + broken)
-        point = _search(sides, point, step, s, noise, orthant, rules)
+        before, point = point, _search(sides, point, step, s, noise, orthant, rules)
+        progress = progress.after(broken, (point.multipliers == before.multipliers).all(-1))
     return found
 
 
