@@ -230,17 +230,35 @@ def reach_of_proof(
 
 def rays(
     multipliers: Float[Tensor, "n M"], C: LinearMap, least: Tensor, most: Tensor
-) -> Iterator[Float[Tensor, "n M"]]:
-    """Candidates for a proof, from multipliers that run away: as they are, cleaned, refined."""
+) -> Iterator[Float[Tensor, "tries n M"]]:
+    """Candidates for a proof, from multipliers that run away: as they are and cleaned; refined.
+
+    What is refined loses rows: then it is refined once more, which may lead to others.
+    """
     size = multipliers.abs().amax(-1, keepdim=True)
     ray = (multipliers / size.clamp_min(1e-290)).nan_to_num(0.0, 0.0, 0.0)
-    plain = [ray, ray.where(ray.abs() > 1e-3, 0)]
-    yield from plain
-    if not bool((least.isfinite() & most.isfinite()).all()):
-        yield from (_refined(x, C, least, most, faint) for faint in (0.0, 1e-3) for x in plain)
+    plain = torch.stack([ray.where(ray.abs() > few, 0) for few in (0.0, 1e-3, 0.1)])
+    yield plain
+    if bool((least.isfinite() & most.isfinite()).all()):
+        return
+    if C.sparse or C.iterative:
+        yield torch.stack(
+            [_refined(x, C, least, most, faint) for faint in (0.0, 1e-3) for x in plain]
+        )
+        return
+    faint = plain.new_tensor([0.0, 0.0, 0.0, 1e-3, 1e-3])[:, None, None]
+    refined = _refined(torch.cat([plain, plain[:2]]), C, least, most, faint)
+    yield refined
+    yield _refined(refined, C, least, most, faint)
 
 
-def _refined(ray: Tensor, C: LinearMap, least: Tensor, most: Tensor, faint: float) -> Tensor:
+def _refined(
+    ray: Float[Tensor, "*tries n M"],
+    C: LinearMap,
+    least: Tensor,
+    most: Tensor,
+    faint: float | Float[Tensor, "tries 1 1"],
+) -> Tensor:
     """Inverse iteration: Cᵀν → 0 at the outputs whose ends do not bound it, with ν's signs.
 
     And where it is so `faint` a part of its terms that it may well be 0.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple, final
 
 import torch
@@ -262,7 +263,8 @@ def _few(rows: _Rows, ν: Tensor) -> tuple[list[int], Tensor] | None:
 def _proof(rows: _Rows, index: Tensor, ν: Tensor) -> Tensor | None:
     """Multipliers with which these rows alone have no solution, like ν in their signs."""
     part = rows.only(index)
-    for ray in rays(ν[index].unsqueeze(0), part.C, part.least.unsqueeze(0), part.most.unsqueeze(0)):
+    ends = part.least.unsqueeze(0), part.most.unsqueeze(0)
+    for ray in chain.from_iterable(rays(ν[index].unsqueeze(0), part.C, *ends)):
         place = int(ray[0].abs().argmax())
         if not bool(ray[0, place] != 0):
             continue

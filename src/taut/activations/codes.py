@@ -38,14 +38,21 @@ class Codes(NamedTuple):
     upper: Float[Tensor, "K"]
 
 
-def codes(activation: Activation, outputs: int) -> Codes | None:
+def codes(
+    activation: Activation, outputs: int, two: Float[Tensor, "2 K"] | None = None
+) -> Codes | None:
     """The codes of `activation` for so many outputs; None where it has none.
+
+    Whoever passes `two` knows one more kind, srlu: its numbers a and b are written there.
 
     >>> codes(exp, 2).kind.tolist()
     [0, 0]
     >>> from taut.activations import srlu
     >>> codes(srlu(), 2) is None
     True
+    >>> two = torch.zeros(2, 1).double()
+    >>> codes(srlu(3.0, 0.5), 1, two).kind.tolist(), two.tolist()
+    ([4], [[3.0], [0.5]])
     """
     numbers = torch.full((outputs,), 1.0, dtype=torch.float64, device="cpu")
     kind = torch.zeros(outputs, dtype=torch.int8, device="cpu")
@@ -54,6 +61,11 @@ def codes(activation: Activation, outputs: int) -> Codes | None:
     for part, place in _parts(activation, outputs):
         form = part._form if isinstance(part._form, Affine) else Affine(part)
         code = _CODES.get(form.base.sigma)
+        if code is None and two is not None:
+            name, *parameters = json.loads(getattr(spelled(form.base), "text", "[null]"))
+            if name == "srlu":
+                code = len(KINDS)
+                two[:, place] = two.new_tensor(parameters).unsqueeze(-1)
         if code is None:
             return None
         found.kind[place] = code

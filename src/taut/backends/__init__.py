@@ -6,6 +6,7 @@ from taut.analysis import Basis
 from taut.backends.base import Backend as Backend, Rules as Rules, Torch as Torch
 from taut.backends.cpu import Cpu as Cpu, variant
 from taut.backends.heavy import pull_stably as pull_stably
+from taut.backends.one import EVERY as EVERY, One as One
 from taut.backends.training import Step as Step, Trained as Trained, train as train
 from taut.backends.within import CpuWithin as CpuWithin
 from taut.systems import Known

@@ -21,7 +21,7 @@ _SIZES = {
     "plan": {
         "rows": "order sizes largest least most least_terms most_terms",
         "rows outputs": "a absolute",
-        "outputs": "bends kind plain shift scale temperature lower upper",
+        "outputs": "bends first second kind plain shift scale temperature lower upper",
         "kept kept": "flat inverse",
         "row_ends": "row_start",
         "row_entries": "row_output row_value",
@@ -69,6 +69,19 @@ _SIZES = {
         "samples constraints": "multipliers lower upper g_multipliers dlower dupper",
         "samples": "status left",
     },
+    "one": {
+        "samples rows outputs": "matrix",
+        "samples outputs": "v floor ceiling lowest highest u z w",
+        "samples rows": "lower upper multipliers r",
+        "samples": "unit level iterations status",
+    },
+    "trail": {
+        "samples rows outputs": "matrix",
+        "samples outputs": "v u z",
+        "samples all": "lower upper equal low high nu below above up down r",
+        "samples": "unit_z unit_u t stopped iterations",
+        "samples kept rows": "seen",
+    },
     "loss": {
         "samples given": "v y u",
         "samples constraints": "b multipliers",
@@ -82,6 +95,8 @@ _STRIDES = {
     ("loss", "b"): "b_stride",
     ("stable", "a"): "stride",
     ("stable", "metric"): "metric_stride",
+    ("one", "matrix"): "stride",
+    ("trail", "matrix"): "stride",
 }
 _DTYPES = {
     "int64_t": (torch.int64,),

@@ -131,7 +131,7 @@ def _function(name: str) -> tuple[Callable[[Any], None], c_void_p]:
     return function, ctypes.cast(function, c_void_p)
 
 
-_NAMES = ("solve", "backward", "stable", "loss", "train", "within", "pull")
+_NAMES = ("solve", "backward", "stable", "loss", "train", "within", "pull", "one", "trail")
 _functions = {} if _library is None else {name: _function(name) for name in _NAMES}
 
 

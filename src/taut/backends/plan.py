@@ -129,9 +129,11 @@ def _single(
     return {name: x.to(torch.float32) for name, x in found.items()}
 
 
-def functions(activation: Activation, given: int) -> dict[str, Tensor] | None:
-    """The codes of σ, filled up with lines to a multiple of TILE."""
-    found, more = codes(activation, given), -given % TILE
+def functions(
+    activation: Activation, given: int, two: Tensor | None = None
+) -> dict[str, Tensor] | None:
+    """The codes of σ, filled up with lines to a multiple of TILE. For `two` see `codes`."""
+    found, more = codes(activation, given, two), -given % TILE
     if found is None or given > _MAX_OUTPUTS:
         return None
     fill = {"kind": KINDS.index(linear), "shift": 0.0, "scale": 1.0, "temperature": 1.0}

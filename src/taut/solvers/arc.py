@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from taut.backends import Rules
+from taut.backends import One, Rules
 from taut.outcome import Status
 from taut.solvers.sides import EPS, TINY, Levels, Point, Sides, masked
 from taut.systems import Factor, solve_lifted
@@ -32,30 +32,45 @@ class _Progress(NamedTuple):
     best: Float[Tensor, "n"]  # the smallest level so far
     stalls: Int[Tensor, "n"]  # for how many iterations it has not been halved
     broken: Int[Tensor, "n"]  # how often the active rows depended on each other
+    still: Int[Tensor, "n"]  # for how many iterations ν has not moved: it will not any more
+
+    def after(self, broken: Tensor, stood: Bool[Tensor, "n"]) -> "_Progress":
+        """With one more step, after which ν is where it `stood`."""
+        still = (self.still + 1).masked_fill(~stood, 0)
+        return self._replace(broken=self.broken + broken, still=still)
 
     def take(self, index: Tensor) -> "_Progress":
         return _Progress(*(x[index] for x in self))
 
 
 def newton(
-    sides: Sides, start: Float[Tensor, "N M"] | None, rules: Rules, budget: int, last: bool = False
+    sides: Sides,
+    start: Float[Tensor, "N M"] | None,
+    rules: Rules,
+    budget: int,
+    last: bool = False,
+    one: One | None = None,
 ) -> Found:
-    """At most `budget` steps from `start`.
+    """At most `budget` steps from `start`; by `one` where there is such code.
 
     A first attempt leaves a sample open when its active rows depend on each other: the interior
     point method does not mind. The `last` one damps its steps instead.
     """
+    start = None if start is None else _allowed(sides, start)
+    found = None if one is None else _compiled(sides, start, rules, budget, last, one)
+    if found is not None:
+        return found
     n, device = len(sides.v), sides.v.device
     point = _begun(sides, start)
     ν = point.multipliers
     place = torch.arange(n, device=device)
     found = Found(Point(*(x.clone() for x in point)), place * 0 - 1, place * 0, ν.new_ones(n))
-    progress = _Progress(place, ν.new_full((n,), torch.inf), place * 0, place * 0)
+    progress = _Progress(place, ν.new_full((n,), torch.inf), *(place * 0 for _ in range(3)))
     for iteration in range(budget + 1):
         if not len(point.u):
             break
         s = sides.gradient(point.multipliers, point.r)
-        levels, s = sides.measure(point, s)
+        levels, s, noise = sides.measure(point, s)
         stalls = (progress.stalls + 1).masked_fill(levels.plain < 0.5 * progress.best, 0)
         best = torch.minimum(progress.best, levels.plain)
         progress = progress._replace(best=best, stalls=stalls)
@@ -64,14 +79,14 @@ def newton(
         if bool(stopped.any()):
             point, stopped = _settled(sides, point, stopped, rules)
             done = done | stopped
-        closed = done | (iteration == budget)
+        closed = done | (iteration == budget) | (progress.still > _STALLED)
         if not last:
             closed = closed | (progress.broken > 1)
         if bool(closed.any()):
             _close(found, sides, point, progress.place, closed, done, levels, iteration, rules)
             left = (~closed).nonzero().squeeze(-1)
             sides, point, progress = sides.take(left), point.take(left), progress.take(left)
-            s, levels = s[left], Levels(*(x[left] for x in levels))
+            s, noise, levels = s[left], noise[left], Levels(*(x[left] for x in levels))
             if not len(left):
                 break
         orthant = torch.where(point.multipliers != 0, point.multipliers.sign(), -s.sign())
@@ -80,17 +95,38 @@ def newton(
         damping = 1e-4 * levels.plain.clamp(max=1.0) if last else torch.zeros_like(levels.plain)
         step, broken = _direction(sides, point.w, s, active, damping, levels.plain, rules)
         step = step.where(step.isfinite().all(-1, keepdim=True), 0)
-        progress = progress._replace(broken=progress.broken + broken)
-        point = _search(sides, point, step, s, orthant, rules)
+        before, point = point, _search(sides, point, step, s, noise, orthant, rules)
+        progress = progress.after(broken, (point.multipliers == before.multipliers).all(-1))
     return found
 
 
+def _compiled(
+    sides: Sides, start: Tensor | None, rules: Rules, budget: int, last: bool, one: One
+) -> Found | None:
+    """The same by the compiled code."""
+    lowest, highest = sides.ends()
+    given = {"v": sides.v, "lower": sides.lower, "upper": sides.upper, "floor": sides.floor}
+    given |= {"ceiling": sides.ceiling, "lowest": lowest, "highest": highest}
+    given["unit"] = sides.unit
+    start = torch.zeros_like(sides.lower) if start is None else start
+    found = one.newton(sides.C, given, start, rules, budget, last)
+    if found is None:
+        return None
+    point = Point(*(found[name] for name in ("multipliers", "u", "z", "w", "r")))
+    return Found(point, found["status"], found["iterations"], found["level"])
+
+
+def _allowed(sides: Sides, start: Tensor) -> Float[Tensor, "N M"]:
+    """A start without signs that the sides do not allow."""
+    none = (sides.lower == -torch.inf) & (start > 0) | (sides.upper == torch.inf) & (start < 0)
+    return start.masked_fill(none, 0)
+
+
 def _begun(sides: Sides, start: Tensor | None) -> Point:
-    """At a start without signs that the sides do not allow; at 0 where C z overflows there."""
+    """At the start; at 0 where C z overflows there."""
     if start is None:
         return sides.point(torch.zeros_like(sides.lower))
-    none = (sides.lower == -torch.inf) & (start > 0) | (sides.upper == torch.inf) & (start < 0)
-    point = sides.point(start.masked_fill(none, 0))
+    point = sides.point(start)
     finite = point.finite()
     if bool(finite.all()):
         return point
@@ -193,7 +229,13 @@ class _Trial(NamedTuple):
 
 
 def _search(
-    sides: Sides, point: Point, step: Tensor, s: Tensor, orthant: Tensor, rules: Rules
+    sides: Sides,
+    point: Point,
+    step: Tensor,
+    s: Tensor,
+    noise: Tensor,
+    orthant: Tensor,
+    rules: Rules,
 ) -> Point:
     """ν(α) = [ν + α step] in its orthant, judged by the slope of D at the end of the chord."""
     far = sides.reach(step)
@@ -212,15 +254,14 @@ def _search(
         change = ν - start
         before = (change * s).sum(-1).abs()
         after = (change * torch.where(active, here.r - side, 0)).sum(-1)
-        held = side.abs().nan_to_num(posinf=0.0)
-        longer, trial = _judged(trial, before, after, (change.abs() * held).sum(-1), sides, rules)
+        longer, trial = _judged(trial, before, after, (change.abs() * noise).sum(-1), sides, rules)
         index = longer.nonzero().squeeze(-1)
         if not len(index):
             break
         if len(index) < len(todo):
             todo, sides, trial = todo[index], sides.take(index), _taken(trial, index)
-            start, step, s, orthant = (x[index] for x in (start, step, s, orthant))
-            side, active = side[index], active[index]
+            start, step, s, noise = (x[index] for x in (start, step, s, noise))
+            orthant, side, active = (x[index] for x in (orthant, side, active))
     finite = new.finite()  # else no length was short enough
     if bool(finite.all()):
         return new
@@ -229,11 +270,11 @@ def _search(
 
 
 def _judged(
-    trial: _Trial, before: Tensor, after: Tensor, size: Tensor, sides: Sides, rules: Rules
+    trial: _Trial, before: Tensor, after: Tensor, noise: Tensor, sides: Sides, rules: Rules
 ) -> tuple[Bool[Tensor, "n"], _Trial]:
     """Which samples try another length, and which."""
     length, low, grows = trial
-    long = ~(after <= rules.overshoot * before + 1e-15 * size)
+    long = ~(after <= rules.overshoot * before + noise)
     short = (after < -rules.undershoot * before) & grows & (not sides.straight)
     cut = (before / (before + after)).nan_to_num(rules.cut).clamp(rules.cut, 0.5)
     other = torch.where(short, rules.growth * length, length)

@@ -3,18 +3,19 @@
 from typing import NamedTuple, final
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from taut.backends import Rules
+from taut.backends import One, Rules
 from taut.certificate import rays, reach_of_proof
 from taut.outcome import Status
 from taut.solvers.arc import Found, newton
-from taut.solvers.interior import interior
+from taut.solvers.interior import LOOKS, interior
 from taut.solvers.sides import Point, Sides
 
 _INNER, _POLISH, _LAST = 100, 20, 150  # steps of each part, at most
-_PATIENCE = 4  # interior steps between two attempts of a proof
+_ROUNDS = 3  # of the last part, where it is compiled
+_ROOM = 2**22  # numbers of the matrices that proofs look at together
 _FAR = 1e8  # a proof for |z| ≤ R decides from an R of so many times the numbers given
 
 
@@ -38,21 +39,20 @@ def chain(sides: Sides, start: Float[Tensor, "N M"] | None, rules: Rules, exact:
 
     Without `exact`, proofs are made of numbers that float32 has too.
     """
-    work = _Work(sides, rules, exact, newton(sides, start, rules, _within(rules, rules.first)))
+    one = One.of(sides.activation, sides.own_size == 0, sides.C, rules)
+    found = newton(sides, start, rules, _within(rules, rules.first), one=one)
+    work = _Work(sides, rules, exact, found, one)
     left = work.open()
     if len(left):
-        left = left[~work.prove(left, work.found.point.multipliers[left])]
+        left = left[~work.prove(left, work.found.point.multipliers[left].unsqueeze(1))]
     if len(left):
-        left = work.inner(left, 1e-8, True)
+        left, _ = work.inner(left, 1e-8, LOOKS)
     if len(left):
         # More tight rows than outputs that have not saturated: Newton is singular on any active
         # set, the interior point method is not.
-        left = work.inner(left, 1e-13, False)
-    if len(left):
-        again = None if start is None else start[left]
-        work.renew(left, newton(sides.take(left), again, rules, _within(rules, _LAST), True))
-        left = left[work.found.status[left] < 0]
-        work.prove(left, work.found.point.multipliers[left])
+        left, end = work.inner(left, 1e-13, ())
+        if len(left):
+            work.last(left, None if start is None else start[left], end)
     return work.tidied()
 
 
@@ -90,8 +90,9 @@ def _within(rules: Rules, steps: int) -> int:
 class _Work:
     """What is known so far of every sample; written to in place."""
 
-    def __init__(self, sides: Sides, rules: Rules, exact: bool, found: Found):
+    def __init__(self, sides: Sides, rules: Rules, exact: bool, found: Found, one: One | None):
         self.sides, self.rules, self.exact, self.found = sides, rules, exact, found
+        self.one = one
         self.iterations = found.iterations.clone()
         self.need = _FAR * _size(sides)
 
@@ -105,53 +106,90 @@ class _Work:
         self.found.level.index_copy_(0, index, part.level)
         self.iterations.index_add_(0, index, part.iterations)
 
-    def inner(self, index: Tensor, tol: float, watched: bool) -> Int[Tensor, "n"]:
-        """The interior point method to `tol`, then Newton; the samples that are open still."""
+    def inner(
+        self, index: Tensor, tol: float, looks: tuple[int, ...]
+    ) -> tuple[Int[Tensor, "n"], Float[Tensor, "n M"]]:
+        """The interior point method to `tol`, then Newton.
+
+        Returns the samples that are open still, and where the first of the two ended.
+        """
         sides, proven = self.sides.take(index), torch.zeros_like(index, dtype=torch.bool)
 
-        def watch(place: Tensor, ν: Tensor, iteration: int) -> Tensor:
-            if iteration < 3 or iteration % _PATIENCE:
-                return torch.zeros_like(place, dtype=torch.bool)
-            done = self.prove(index[place], ν)
+        def watch(place: Tensor, tries: Tensor) -> Tensor:
+            done = self.prove(index[place], tries)
             proven[place[done]] = True
             return done
 
-        steps = _within(self.rules, _INNER)
-        ended = interior(sides, tol, steps, watch if watched else None)
+        ended = interior(sides, tol, _within(self.rules, _INNER), watch, looks, self.one)
         self.iterations.index_add_(0, index, ended.iterations)
         rest = (~proven).nonzero().squeeze(-1)
         if len(rest):
-            polish = _within(self.rules, _POLISH)
-            part = newton(sides.take(rest), ended.start[rest], self.rules, polish, True)
-            self.renew(index[rest], part)
-            rest = rest[part.status < 0]
-            if not watched and len(rest):
-                rest = rest[~self.prove(index[rest], ended.raw[rest])]
-        return index[rest]
+            rest = rest[self._newton(index[rest], ended.start[rest], _POLISH)]
+        if len(rest):
+            ends = ended.raw[rest], self.found.point.multipliers[index[rest]]
+            rest = rest[~self.prove(index[rest], torch.stack(ends, 1))]
+        return index[rest], ended.start[rest]
 
-    def prove(self, index: Tensor, multipliers: Tensor) -> Tensor:
+    def last(self, index: Tensor, start: Tensor | None, end: Tensor) -> None:
+        """Damped steps from the start; where they cost little, many, also from `end` and from 0."""
+        several, left = self.one is not None, torch.arange(len(index)).to(index)
+        starts = (start, end, None)[: 1 if not several else 2 if start is None else 3]
+        ends = end.new_zeros(len(index), len(starts), end.shape[-1])
+        for place, begin in enumerate(starts):
+            ν = None if begin is None else begin[left]
+            for _ in range(_ROUNDS if several else 1):
+                left = left[self._newton(index[left], ν, _LAST)]
+                if not len(left):
+                    return
+                ν = ends[left, place] = self.found.point.multipliers[index[left]]
+        self.prove(index[left], ends[left])
+
+    def _newton(self, index: Tensor, start: Tensor | None, steps: int) -> Bool[Tensor, "n"]:
+        """Damped steps; which of these samples they leave open."""
+        steps = _within(self.rules, steps)
+        part = newton(self.sides.take(index), start, self.rules, steps, True, self.one)
+        self.renew(index, part)
+        return part.status < 0
+
+    def prove(self, index: Tensor, multipliers: Float[Tensor, "n tries M"]) -> Tensor:
         """Which of the samples at `index` are infeasible; writes the verdict and its proof."""
-        sides, need = self.sides.take(index), self.need[index]
-        best, proof = torch.full_like(need, -1.0), torch.zeros_like(multipliers)
-        ends = sides.ends()
-        for ray in rays(multipliers, sides.C, *ends):
-            given = (sides.C, sides.lower, sides.upper, *ends)
-            rough = reach_of_proof(ray, *given, safe=False)
-            if sides.C.iterative and not bool((rough > 0).any()):
-                break  # to refine it takes long, and there is nothing in it
-            few = (rough >= need).nonzero().squeeze(-1)
-            if not len(few):
-                continue
-            found, told = proven(ray[few], sides.take(few), self.exact)
-            reach = torch.full_like(best, -1.0).index_copy(0, few, found)
-            ray = ray.index_copy(0, few, told)
-            proof = torch.where((reach > best).unsqueeze(-1), ray, proof)
+        n, tries, _ = multipliers.shape
+        M, K = self.sides.C.shape
+        best, proof = self.need.new_full((n,), -1.0), torch.zeros_like(multipliers[:, 0])
+        for some in multipliers.split(max(1, _ROOM // (n * M * K)), 1):
+            tries = some.shape[1]
+            found, told = self._proofs(index.repeat_interleave(tries), some.flatten(0, 1))
+            reach, which = found.unflatten(0, (n, tries)).max(-1)
+            told = told.unflatten(0, (n, tries)).take_along_dim(which[:, None, None], 1).squeeze(1)
+            proof = torch.where((reach > best).unsqueeze(-1), told, proof)
             best = torch.maximum(reach, best)
         done = best > 0
         at = index[done]
         self.found.point.multipliers.index_copy_(0, at, proof[done])
         self.found.status.index_fill_(0, at, int(Status.INFEASIBLE))
         return done
+
+    def _proofs(self, index: Tensor, multipliers: Tensor) -> tuple[Tensor, Tensor]:
+        """How far the best proof goes that each ν leads to, −1 where there is none; and that."""
+        sides, need = self.sides.take(index), self.need[index]
+        best, proof = torch.full_like(need, -1.0), torch.zeros_like(multipliers)
+        ends = sides.ends()
+        for some in rays(multipliers, sides.C, *ends):
+            rough = reach_of_proof(some, sides.C, sides.lower, sides.upper, *ends, safe=False)
+            if sides.C.iterative and not bool((rough > 0).any()):
+                break  # to refine it takes long, and there is nothing in it
+            for ray, likely in zip(some, rough >= need, strict=True):
+                few = likely.nonzero().squeeze(-1)
+                if not len(few):
+                    continue
+                found, told = proven(ray[few], sides.take(few), self.exact)
+                reach = torch.full_like(best, -1.0).index_copy(0, few, found)
+                ray = ray.index_copy(0, few, told)
+                proof = torch.where((reach > best).unsqueeze(-1), ray, proof)
+                best = torch.maximum(reach, best)
+            if bool((best > 0).all()):
+                break
+        return best, proof
 
     def tidied(self) -> Chained:
         """Multipliers that cannot be told from 0 are 0: their rows count as inactive.
@@ -174,7 +212,7 @@ class _Work:
         """Set these multipliers to 0 where the conditions then hold as well."""
         sides, point = self.sides.take(index), self.found.point
         without = sides.point(point.multipliers[index].masked_fill(idle, 0))
-        levels, _ = sides.measure(without, sides.gradient(without.multipliers, without.r))
+        levels, *_ = sides.measure(without, sides.gradient(without.multipliers, without.r))
         fine = (levels.fair <= self.rules.fair) & (levels.rough <= self.rules.rough)
         fine = fine | (levels.plain <= self.found.level[index])
         few = fine.nonzero().squeeze(-1)

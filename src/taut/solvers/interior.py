@@ -1,112 +1,29 @@
 """A primal-dual interior point method on D, for samples whose active rows Newton does not find.
 
-Rows have length 1. Slacks `below` = C z − lower and `above` = upper − C z have multipliers `up` and
-`down`, ν = up − down, and u = t v + Cᵀν holds exactly. The logits are annealed: t, a variable of
-the path like the others, grows to 1. Bounds on z are K more rows, eliminated from the system.
+It follows the path of path.py. Bounds on z, which are rows there, are eliminated from the system.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from taut.activations import Activation
-from taut.maps import LinearMap
+from taut.backends import EVERY, One
+from taut.solvers.path import Path, Rows, begin, error_of, mean_gap, most_of, residuals_of
 from taut.solvers.sides import TINY, Sides
 from taut.systems import solve_lifted
 
-_START = 2.0  # the largest logit that the path begins with
 _GROWTH = 3.0  # of t, a step
 _REACH = 4.0  # how far u may move in a step
 _NEARLY = 0.99  # of the way to the next slack or multiplier that would be 0
 _LOOSE = 0.03  # how far C z may be from what was predicted while t moves
-_NONE = 1e-140  # a distance that is none: its square is no number
-_LEAST = 1e-3  # of the largest row: no row is measured by less
 
-#: Multipliers of some samples, at an iteration: which of them need no more work?
-Watch = Callable[[Tensor, Tensor, int], Tensor]
+LOOKS = (4, 8, 16, 32, 64)  # iterations after which a watch is asked
 
-
-@final
-@dataclass(frozen=True, eq=False)
-class _Rows:
-    """Rows of length 1, then bounds on z: one list."""
-
-    activation: Activation
-    line: bool
-    even: bool  # does no σ bend?
-    C: LinearMap
-    norm: Float[Tensor, "*n M"]
-    v: Float[Tensor, "n K"]
-    boxed: bool
-    lower: Float[Tensor, "n L"]  # 0 where there is none
-    upper: Float[Tensor, "n L"]
-    equal: Bool[Tensor, "n L"]
-    has_lower: Bool[Tensor, "n L"]  # and is no equation
-    has_upper: Bool[Tensor, "n L"]
-    unit_z: Float[Tensor, "n 1"]  # sizes of slacks and of multipliers
-    unit_u: Float[Tensor, "n 1"]
-
-    @staticmethod
-    def of(sides: Sides) -> "_Rows":
-        norm = sides.C.norms().clamp_min(TINY)
-        C = sides.C.scaled(norm.reciprocal())
-        lower, upper = sides.lower / norm, sides.upper / norm
-        boxed = sides.floor is not None and sides.ceiling is not None
-        if sides.floor is not None and sides.ceiling is not None:
-            lower, upper = (
-                torch.cat(x, -1) for x in ((lower, sides.floor), (upper, sides.ceiling))
-            )
-        equal = lower == upper
-        low, high = lower.isfinite() & ~equal, upper.isfinite() & ~equal
-        lower, upper = lower.where(lower.isfinite(), 0), upper.where(upper.isfinite(), 0)
-        unit = sides.v.new_ones(len(sides.v), 1)
-        given = (C, norm, sides.v, boxed, lower, upper, equal, low, high, unit, unit)
-        return _Rows(sides.activation, sides.line, sides.own_size == 0, *given)
-
-    def apply(self, z: Tensor) -> Float[Tensor, "n L"]:
-        return torch.cat([self.C.apply(z), z], -1) if self.boxed else self.C.apply(z)
-
-    def adjoint(self, ν: Tensor) -> Float[Tensor, "n K"]:
-        count = self.C.shape[0]
-        return self.C.adjoint(ν[:, :count]) + ν[:, count:] if self.boxed else self.C.adjoint(ν)
-
-    def terms(self, z: Tensor) -> Float[Tensor, "n L"]:
-        """|C||z|."""
-        size = self.C.abs().apply(z.abs())
-        return torch.cat([size, z.abs()], -1) if self.boxed else size
-
-    def with_units(self, unit_z: Tensor, unit_u: Tensor) -> "_Rows":
-        return _Rows(**{**self.__dict__, "unit_z": unit_z, "unit_u": unit_u})
-
-    def take(self, index: Tensor) -> "_Rows":
-        own = {name: x for name, x in self.__dict__.items()}
-        for name in ("v", "lower", "upper", "equal", "has_lower", "has_upper", "unit_z", "unit_u"):
-            own[name] = own[name][index]
-        own["C"] = self.C.take(index)
-        own["norm"] = self.norm if self.C.shared else self.norm[index]
-        return _Rows(**own)
-
-
-@final
-class _Path(NamedTuple):
-    """Where the samples are."""
-
-    t: Float[Tensor, "n 1"]
-    ν: Float[Tensor, "n L"]
-    below: Float[Tensor, "n L"]
-    above: Float[Tensor, "n L"]
-    up: Float[Tensor, "n L"]
-    down: Float[Tensor, "n L"]
-    u: Float[Tensor, "n K"]
-    z: Float[Tensor, "n K"]
-    r: Float[Tensor, "n L"]
-
-    def take(self, index: Tensor) -> "_Path":
-        return _Path(*(x[index] for x in self))
+#: Multipliers of some samples, at one or more iterations: which of them need no more work?
+Watch = Callable[[Tensor, Float[Tensor, "n tries M"]], Tensor]
 
 
 @final
@@ -131,96 +48,91 @@ class Ended(NamedTuple):
     iterations: Int[Tensor, "N"]
 
 
-def interior(sides: Sides, tol: float, budget: int, watch: Watch | None = None) -> Ended:
-    """Follow the path to `tol`, or for `budget` steps."""
-    rows = _Rows.of(sides)
-    rows, path = _begin(rows)
+def interior(
+    sides: Sides,
+    tol: float,
+    budget: int,
+    watch: Watch,
+    looks: tuple[int, ...] = LOOKS,
+    one: One | None = None,
+) -> Ended:
+    """Follow the path to `tol`, or for `budget` steps; by `one` where there is such code.
+
+    The `watch` is asked about samples that are open at the end, and after so many steps (`looks`).
+    """
+    rows, path = begin(Rows.of(sides))
     n, count = sides.lower.shape
     place = torch.arange(n, device=sides.v.device)
     ended = Ended(sides.v.new_zeros(n, count), sides.v.new_zeros(n, count), place * 0)
-    for iteration in range(budget + 1):
-        gap = _gap(rows, path)
-        size, error = _error(rows, path)
+    taken = 0
+    for until in (*(x for x in looks if x < budget), budget):
+        path, made, stop, seen = _walk(rows, path, tol, until - taken, one)
+        open, taken = ~stop, until
+        if seen.shape[1] and bool(open.any()):
+            index = open.nonzero().squeeze(-1)
+            norm = rows.norm if rows.C.shared else rows.norm[index].unsqueeze(1)
+            stop = stop.index_put((index,), watch(place[index], seen[index] / norm))
+        ended.iterations.index_add_(0, place, made)
+        stop = stop | (until == budget)
+        index, left = stop.nonzero().squeeze(-1), (~stop).nonzero().squeeze(-1)
+        _end(ended, rows.take(index), path.take(index), place[index])
+        if not len(left):
+            break
+        rows, path, place = rows.take(left), path.take(left), place[left]
+    return ended
+
+
+def _walk(
+    rows: Rows, path: Path, tol: float, steps: int, one: One | None
+) -> tuple[Path, Int[Tensor, "n"], Bool[Tensor, "n"], Float[Tensor, "n tries M"]]:
+    """So many steps: where they end, how many were made, who has stopped, and ν now and then."""
+    found = None if one is None else _compiled(rows, path, tol, steps, one)
+    if found is not None:
+        return found
+    n, count = len(rows.v), rows.C.shape[0]
+    whole, place = Path(*(x.clone() for x in path)), torch.arange(n, device=rows.v.device)
+    made, stopped = place * 0, torch.zeros_like(place, dtype=torch.bool)
+    seen = path.ν.new_zeros(n, steps // EVERY, count)
+    for step in range(steps + 1):
+        gap = mean_gap(rows, path)
+        size, error = error_of(rows, path)
+        if step and step % EVERY == 0:
+            seen[place, step // EVERY - 1] = path.ν[:, :count]
         stop = ((error <= tol) & (path.t == 1).squeeze(-1)) | ~(error < torch.inf)
-        stop = stop | (iteration == budget)
-        if watch is not None:
-            stop = stop | watch(place, path.ν[:, :count] / rows.norm, iteration)
-        if bool(stop.any()):
-            index, left = stop.nonzero().squeeze(-1), (~stop).nonzero().squeeze(-1)
-            _end(ended, rows.take(index), path.take(index), place[index], iteration)
+        over = stop | (step == steps)
+        if bool(over.any()):
+            index, left = over.nonzero().squeeze(-1), (~over).nonzero().squeeze(-1)
+            for x, y in zip(whole, path, strict=True):
+                x.index_copy_(0, place[index], y[index])
+            made.index_fill_(0, place[index], step)
+            stopped.index_copy_(0, place[index], stop[index])
             if not len(left):
                 break
             rows, path, place = rows.take(left), path.take(left), place[left]
             gap, size = gap[left], size[left]
         path = _step(rows, path, gap, size)
-    return ended
+    return whole, made, stopped, seen
 
 
-def _begin(rows: _Rows) -> tuple[_Rows, _Path]:
-    """A point between the sides, near σ(t v), and sizes for slacks and multipliers."""
-    v, low, high = rows.v, rows.has_lower, rows.has_upper
-    t = torch.ones_like(rows.unit_z)
-    if not rows.even:
-        t = (_START / v.abs().amax(-1, keepdim=True).clamp_min(TINY)).clamp(max=1.0)
-    z, w = rows.activation.sigma(t * v), rows.activation.slope(t * v)
-    r = rows.apply(z)
-    unit_z, unit_u = w.amax(-1, keepdim=True), torch.ones_like(rows.unit_u)
-    if rows.even:
-        off = torch.where(low | rows.equal, rows.lower - r, 0)
-        off = torch.maximum(off, torch.where(high | rows.equal, r - rows.upper, 0))
-        far = torch.maximum(_most(off), 1e-6 * z.abs().amax(-1, keepdim=True))
-        unit_z = torch.where(far > _NONE, far, 1)
-        unit_u = unit_z / w.amax(-1, keepdim=True)
-    width = torch.where(low & high, rows.upper - rows.lower, torch.inf)
-    room = torch.minimum(unit_z, 0.5 * width)
-    inside = torch.where(low, torch.maximum(r, rows.lower + room), r)
-    inside = torch.where(high, torch.minimum(inside, rows.upper - room), inside)
-    below = torch.where(low, torch.maximum(inside - rows.lower, room), 1)
-    above = torch.where(high, torch.maximum(rows.upper - inside, room), 1)
-    up = torch.where(low, unit_z * unit_u / below, 0)
-    down = torch.where(high, unit_z * unit_u / above, 0)
-    ν = torch.where(rows.equal, 0, up - down)
-    u = t * v + rows.adjoint(ν)
-    z = rows.activation.sigma(u)
-    path = _Path(t, ν, below, above, up, down, u, z, rows.apply(z))
-    return rows.with_units(unit_z, unit_u), path
+def _compiled(
+    rows: Rows, path: Path, tol: float, steps: int, one: One
+) -> tuple[Path, Tensor, Tensor, Tensor] | None:
+    """The same by the compiled code."""
+    names = {"v": "v", "lower": "lower", "upper": "upper", "equal": "equal", "low": "has_lower"}
+    names |= {"high": "has_upper", "unit_z": "unit_z", "unit_u": "unit_u"}
+    given = {name: getattr(rows, its) for name, its in names.items()}
+    path = Path(*(x.clone(memory_format=torch.contiguous_format) for x in path))
+    point: dict[str, Tensor] = dict(zip(_PATH, path, strict=True))
+    found = one.walk(rows.C, given, point, rows.boxed, tol, steps)
+    if found is None:
+        return None
+    return path, found["iterations"], found["stopped"], found["seen"]
 
 
-def _most(x: Tensor) -> Float[Tensor, "n 1"]:
-    return x.amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(len(x), 1)
+_PATH: tuple[str, ...] = "t", "nu", "below", "above", "up", "down", "u", "z", "r"
 
 
-def _gap(rows: _Rows, path: _Path) -> Float[Tensor, "n 1"]:
-    """The mean of slack times multiplier."""
-    low, high = rows.has_lower, rows.has_upper
-    total = (path.up * path.below * low + path.down * path.above * high).sum(-1, keepdim=True)
-    return total / (low.sum(-1, keepdim=True) + high.sum(-1, keepdim=True)).clamp_min(1)
-
-
-def _error(rows: _Rows, path: _Path) -> tuple[Float[Tensor, "n L"], Float[Tensor, "n"]]:
-    """The size of each row's terms, and what is left of the conditions, relative to it."""
-    low, high = rows.has_lower, rows.has_upper
-    size = rows.terms(path.z) + torch.where(rows.equal, rows.lower.abs(), 0)
-    # Rows whose outputs go to 0 would keep it busy for ever.
-    floor = torch.maximum(_most(size), rows.unit_z) if rows.even else _most(size)
-    size = (size + _LEAST * floor).clamp_min(TINY)
-    unit = rows.unit_u + _most(path.ν.abs())
-    equal, lower, upper = _residuals(rows, path)
-    feasible = equal.abs().maximum(lower.abs()).maximum(upper.abs()) / size
-    one = torch.minimum(path.below / size, path.up / unit) * low
-    other = torch.minimum(path.above / size, path.down / unit) * high
-    worst = _most(feasible.maximum(one).maximum(other)).squeeze(-1)
-    return size, worst.nan_to_num(torch.inf)
-
-
-def _residuals(rows: _Rows, path: _Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the equations, and of the two slacks."""
-    equal = torch.where(rows.equal, path.r - rows.lower, 0)
-    lower = torch.where(rows.has_lower, path.r - rows.lower - path.below, 0)
-    return equal, lower, torch.where(rows.has_upper, rows.upper - path.r - path.above, 0)
-
-
-def _end(ended: Ended, rows: _Rows, path: _Path, place: Tensor, iteration: int) -> None:
+def _end(ended: Ended, rows: Rows, path: Path, place: Tensor) -> None:
     """Write ν, in the units that the rows were given in."""
     count = rows.C.shape[0]
     low = rows.has_lower & (path.up * rows.unit_z > path.below * rows.unit_u)
@@ -229,14 +141,13 @@ def _end(ended: Ended, rows: _Rows, path: _Path, place: Tensor, iteration: int) 
     ν = torch.where((low & ~high & (ν < 0)) | (high & ~low & (ν > 0)), 0, ν)
     ended.start.index_copy_(0, place, ν[:, :count] / rows.norm)
     ended.raw.index_copy_(0, place, path.ν[:, :count] / rows.norm)
-    ended.iterations.index_fill_(0, place, iteration)
 
 
 @final
 class _System:
     """(C W Cᵀ + Θ) dν = rhs at a point of the path, factorised; bounds on z are eliminated."""
 
-    def __init__(self, rows: _Rows, path: _Path):
+    def __init__(self, rows: Rows, path: Path):
         self.rows, self.path = rows, path
         low, high = rows.has_lower, rows.has_upper
         self.free = ~(rows.equal | low | high)
@@ -245,7 +156,7 @@ class _System:
         self.lift_high = torch.where(high, path.down / path.above, 0)
         Θ = (self.lift_low + self.lift_high).clamp_min(1e-30).reciprocal()
         self.Θ = torch.where(rows.equal, 0, torch.where(self.free, 1e30, Θ))
-        self.residuals = _residuals(rows, path)
+        self.residuals = residuals_of(rows, path)
         grown = torch.minimum(path.t * (_GROWTH - 1), 1 - path.t)
         self.dt, self.moved = grown, grown * rows.apply(self.w * rows.v)
         count, w = rows.C.shape[0], self.w
@@ -329,7 +240,7 @@ class _System:
         return length.clamp(max=1.0)
 
 
-def _step(rows: _Rows, path: _Path, gap: Tensor, size: Tensor) -> _Path:
+def _step(rows: Rows, path: Path, gap: Tensor, size: Tensor) -> Path:
     """Mehrotra's predictor and corrector, one factorisation."""
     system = _System(rows, path)
     low, high = path.up * path.below, path.down * path.above
@@ -337,7 +248,7 @@ def _step(rows: _Rows, path: _Path, gap: Tensor, size: Tensor) -> _Path:
     length = system.longest(first, 1.0)
     below, above, up, down = _slacks(path, first, length)
     ahead = path._replace(below=below, above=above, up=up, down=down)
-    centring = (_gap(rows, ahead) / gap.clamp_min(TINY)).clamp(0, 1) ** 3
+    centring = (mean_gap(rows, ahead) / gap.clamp_min(TINY)).clamp(0, 1) ** 3
     centring = torch.where(length < 0.1, 1, centring)
     centring = torch.where(path.t < 1, centring.clamp_min(0.1), centring)
     goal, second = centring * gap, length * length
@@ -348,13 +259,13 @@ def _step(rows: _Rows, path: _Path, gap: Tensor, size: Tensor) -> _Path:
     return _advance(rows, path, system, move, size)
 
 
-def _slacks(path: _Path, move: _Move, length: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _slacks(path: Path, move: _Move, length: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Slacks and multipliers after a step."""
     below, above = path.below + length * move.below, path.above + length * move.above
     return below, above, path.up + length * move.up, path.down + length * move.down
 
 
-def _advance(rows: _Rows, path: _Path, system: _System, move: _Move, size: Tensor) -> _Path:
+def _advance(rows: Rows, path: Path, system: _System, move: _Move, size: Tensor) -> Path:
     """As far along `move` as the linear prediction of C z is good."""
     length = system.longest(move, _NEARLY)
     Θ = system.Θ.masked_fill(rows.equal | system.free, 0)
@@ -369,7 +280,7 @@ def _advance(rows: _Rows, path: _Path, system: _System, move: _Move, size: Tenso
         z = rows.activation.sigma(t * rows.v + rows.adjoint(path.ν + length * move.ν))
         off = rows.apply(z) - path.r - length * move.r
         excess = (move.ν * off).sum(-1, keepdim=True).abs()
-        rough = _most(off.abs()) / _most(rows.terms(z) + size)
+        rough = most_of(off.abs()) / most_of(rows.terms(z) + size)
         # While t moves, the slope would judge that: the error of the prediction is asked.
         steep = excess <= 0.7 * length * curve + slop
         good = torch.where(system.dt > 0, rough <= _LOOSE, steep)
@@ -385,4 +296,4 @@ def _advance(rows: _Rows, path: _Path, system: _System, move: _Move, size: Tenso
     below = torch.where(roomy, torch.minimum(r - rows.lower, 2 * below), below)
     roomy = rows.has_upper & (rows.upper - r > above)
     above = torch.where(roomy, torch.minimum(rows.upper - r, 2 * above), above)
-    return _Path(t, ν, below, above, up, down, u, z, r)
+    return Path(t, ν, below, above, up, down, u, z, r)

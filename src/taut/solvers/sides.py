@@ -114,16 +114,21 @@ class Sides:
             size = size + ratio.nan_to_num(0.0, 0.0, 0.0).sum(-1)
         return size
 
+    @property
+    def unit(self) -> Float[Tensor, "n"] | None:
+        """That of a move of u at bounds where no σ bends; None where it is free."""
+        if self.bends is None or self.floor is None:
+            return None
+        return (_PART * self.extent).clamp_min(TINY)
+
     def reach(self, step: Float[Tensor, "n M"]) -> Float[Tensor, "n"]:
         """How far a step moves u, in units of σ where it bends, and of `extent` at bounds."""
         far, which = self.C.adjoint(step).abs(), self.bends
         if which is None:
             return far.amax(-1)
         bent = far * which.to(far)
-        if self.floor is None:
-            return bent.amax(-1)
-        unit = (_PART * self.extent).clamp_min(TINY).unsqueeze(-1)
-        return torch.maximum(bent, far / unit).amax(-1)
+        unit = self.unit
+        return (bent if unit is None else torch.maximum(bent, far / unit.unsqueeze(-1))).amax(-1)
 
     @property
     def straight(self) -> bool:
@@ -172,19 +177,24 @@ class Sides:
         terms = self.held_at(multipliers).abs() + self.C.abs().apply(z.abs())
         return terms.clamp_min(TINY)
 
-    def measure(self, point: Point, s: Tensor) -> tuple[Levels, Float[Tensor, "n M"]]:
-        """The levels of s, and s without what is rounding.
+    def measure(
+        self, point: Point, s: Tensor
+    ) -> tuple[Levels, Float[Tensor, "n M"], Float[Tensor, "n M"]]:
+        """The levels of s, s without what is rounding, and what may be rounding of it.
 
         A row at its side must not become active for 1e-17: that part of s is set to 0.
         """
         C, ν = self.C.abs(), point.multipliers
         plain = self.size(ν, point.z)
+        # A size that has overflowed must not make every residual small.
         fair = plain + C.apply(point.w * self.v.abs())
+        fair = torch.where(fair < torch.inf, fair, plain)
         rough = fair + C.apply(point.w * C.adjoint(ν.abs()))
+        rough = torch.where(rough < torch.inf, rough, fair)
         noise = torch.minimum(2 * EPS * rough, 1e-13 * fair)
         idle = (ν == 0) & ~self.equal & (s.abs() <= noise)
         levels = Levels(*(_worst(s, scale) for scale in (plain, fair, rough)))
-        return levels, s.masked_fill(idle, 0)
+        return levels, s.masked_fill(idle, 0), 4 * EPS * rough
 
     def keeps(
         self, z: Tensor, most: float, first: int = 0, multipliers: Tensor | None = None

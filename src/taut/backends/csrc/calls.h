@@ -61,7 +61,9 @@
     FIELD(const double *, least)                                                                 \
     FIELD(const double *, most)                                                                  \
     FIELD(const double *, least_terms)                                                           \
-    FIELD(const double *, most_terms)
+    FIELD(const double *, most_terms)                                                            \
+    FIELD(const double *, first)    /* the two numbers of an SRLU, which one.h alone knows */    \
+    FIELD(const double *, second)
 
 /* Rules of backends/base.py, which says what each means */
 #define RULES(FIELD)        \
@@ -219,6 +221,75 @@
     FIELD(int64_t, next)                                                                \
     FIELD(int64_t, unsolved)
 
+/* Newton's method for samples alone, in float64: see one_arc.h */
+#define ONE(FIELD)                                                                      \
+    FIELD(const Plan *, plan)      /* σ */                                              \
+    FIELD(const Rules *, rules)                                                         \
+    FIELD(const double *, matrix)  /* C, or that of each sample */                      \
+    FIELD(int64_t, stride)         /* from one to the next: 0 where they share it */    \
+    FIELD(const double *, v)                                                            \
+    FIELD(const double *, lower)                                                        \
+    FIELD(const double *, upper)                                                        \
+    FIELD(const double *, floor)   /* bounds on z, or NULL */                           \
+    FIELD(const double *, ceiling)                                                      \
+    FIELD(const double *, lowest)  /* where z may be */                                 \
+    FIELD(const double *, highest)                                                      \
+    FIELD(const double *, unit)    /* of a move of u where no σ bends; NULL: it is free */ \
+    FIELD(double *, multipliers)   /* the start, and the end */                         \
+    FIELD(double *, u)                                                                  \
+    FIELD(double *, z)                                                                  \
+    FIELD(double *, w)                                                                  \
+    FIELD(double *, r)                                                                  \
+    FIELD(double *, level)                                                              \
+    FIELD(int64_t *, iterations)                                                        \
+    FIELD(int64_t *, status)                                                            \
+    FIELD(int64_t, rows)                                                                \
+    FIELD(int64_t, outputs)                                                             \
+    FIELD(int64_t, line)           /* does no σ bend? */                                \
+    FIELD(int64_t, last)           /* are steps damped, and rows that depend endured? */ \
+    FIELD(int64_t, budget)                                                              \
+    FIELD(double, target)                                                               \
+    FIELD(int64_t, samples)                                                             \
+    FIELD(int64_t, next)                                                                \
+    FIELD(int64_t, unsolved)
+
+/* Steps along the path of the interior point method, for samples alone: see one_path.h */
+#define TRAIL(FIELD)                                                                    \
+    FIELD(const Plan *, plan)                                                           \
+    FIELD(const double *, matrix)  /* rows of length 1 */                               \
+    FIELD(int64_t, stride)                                                              \
+    FIELD(const double *, v)                                                            \
+    FIELD(const double *, lower)   /* of rows, then of outputs where they have bounds */ \
+    FIELD(const double *, upper)                                                        \
+    FIELD(const int8_t *, equal)                                                        \
+    FIELD(const int8_t *, low)     /* is there a lower side? */                         \
+    FIELD(const int8_t *, high)                                                         \
+    FIELD(const double *, unit_z)                                                       \
+    FIELD(const double *, unit_u)                                                       \
+    FIELD(double *, t)             /* the point, from here on */                        \
+    FIELD(double *, nu)                                                                 \
+    FIELD(double *, below)                                                              \
+    FIELD(double *, above)                                                              \
+    FIELD(double *, up)                                                                 \
+    FIELD(double *, down)                                                               \
+    FIELD(double *, u)                                                                  \
+    FIELD(double *, z)                                                                  \
+    FIELD(double *, r)                                                                  \
+    FIELD(double *, seen)          /* ν of the rows after every few steps */            \
+    FIELD(int64_t, kept)           /* how many of them there are */                     \
+    FIELD(int64_t, every)                                                               \
+    FIELD(int8_t *, stopped)                                                            \
+    FIELD(int64_t *, iterations)                                                        \
+    FIELD(int64_t, steps)          /* to take now */                                    \
+    FIELD(int64_t, rows)                                                                \
+    FIELD(int64_t, outputs)                                                             \
+    FIELD(int64_t, boxed)          /* has z bounds? */                                  \
+    FIELD(int64_t, line)                                                                \
+    FIELD(double, tol)                                                                  \
+    FIELD(int64_t, samples)                                                             \
+    FIELD(int64_t, next)                                                                \
+    FIELD(int64_t, unsolved)
+
 #define LOSS(FIELD)               \
     FIELD(const Plan *, plan)     \
     FIELD(const void *, v)        \
@@ -256,6 +327,8 @@ typedef struct { BACKWARD(DECLARE) } Backward;
 typedef struct { STABLE(DECLARE) } Stable;
 typedef struct { WITHIN(DECLARE) } Within;
 typedef struct { PULL(DECLARE) } Pull;
+typedef struct { ONE(DECLARE) } One;
+typedef struct { TRAIL(DECLARE) } Trail;
 typedef struct { LOSS(DECLARE) } Loss;
 typedef struct { TRAIN(DECLARE) } Train;
 #undef DECLARE

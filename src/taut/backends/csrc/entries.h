@@ -1,6 +1,8 @@
 /* The calls, for one kind of processor: VARIANT(name) is what they are called. */
 #include "blocks.h"
 #include "pullback.h"
+#include "one_arc.h"
+#include "one_path.h"
 
 #define EACH_BLOCK(type, work_on)                                               \
     (type * s) {                                                                \
@@ -53,5 +55,27 @@ void VARIANT(taut_pull)(Pull *s) {
         pull_block(s->plan, s, &room, first);
     }
     if (memory) free(room.sample_memory);
+    free(memory);
+}
+
+void VARIANT(taut_one)(One *s) {
+    Alone room;
+    void *memory = make_alone(s, &room);
+    while (memory) {
+        int64_t n = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED);
+        if (n >= s->samples) break;
+        one_sample(s, &room, n);
+    }
+    free(memory);
+}
+
+void VARIANT(taut_trail)(Trail *s) {
+    Walk room;
+    void *memory = make_walk(s, &room);
+    while (memory) {
+        int64_t n = __atomic_fetch_add(&s->next, 1, __ATOMIC_RELAXED);
+        if (n >= s->samples) break;
+        walk_sample(s, &room, n);
+    }
     free(memory);
 }

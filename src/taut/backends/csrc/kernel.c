@@ -22,5 +22,6 @@ const char *taut_layout(void) {
 #define TELL(type, name) #type " " #name ";"
     return "Plan:" PLAN(TELL) "\nRules:" RULES(TELL) "\nSolve:" SOLVE(TELL) "\nBackward:" BACKWARD(TELL)
         "\nStable:" STABLE(TELL) "\nLoss:" LOSS(TELL) "\nTrain:" TRAIN(TELL) "\nLine:" LINE(TELL)
-        "\nWithin:" WITHIN(TELL) "\nPull:" PULL(TELL);
+        "\nWithin:" WITHIN(TELL) "\nPull:" PULL(TELL)
+        "\nOne:" ONE(TELL) "\nTrail:" TRAIL(TELL);
 }
