@@ -17,7 +17,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from taut.autograd import forward_mode, is_transformed, lead, outside_inference
+from taut.autograd import (
+    forward_mode,
+    is_transformed,
+    lead,
+    outside_inference,
+    without_hooks,
+)
 from taut.maps import LinearMap, as_map
 from taut.outcome import Status
 from taut.problems.base import Problem
@@ -83,7 +89,7 @@ class Nonlinear(Problem):
     @cached_property
     def units(self) -> int:
         """How many multipliers a sample has; h is looked at for that."""
-        with outside_inference():
+        with outside_inference(), without_hooks():
             v = self.v.detach().to(wide(self.v)).nan_to_num(0.0, 0.0, 0.0)
             z = self.prepared.activation.sigma(v).clone()
             params = tuple(p.detach().to(z.dtype).clone() for p in self.params)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from taut.activations.codes import units
-from taut.autograd import outside_inference
+from taut.autograd import outside_inference, without_hooks
 from taut.backends import Rules
 from taut.outcome import Outcome, Status
 from taut.problems import Nonlinear
@@ -48,7 +48,7 @@ def sequential(problem: Nonlinear, rules: Rules, equations: Any) -> Outcome:
             "nonlinear equations are solved in float64; got a solver of "
             f"{rules.dtype or problem.v.dtype}. Use taut.Newton(), whatever the dtype of v."
         )
-    with outside_inference(), torch.no_grad():
+    with outside_inference(), without_hooks(), torch.no_grad():
         # Tensors of inference mode cannot be differentiated, and h is.
         inputs = (x.clone() if x.is_inference() else x.detach() for x in problem.inputs)
         start = problem.start
