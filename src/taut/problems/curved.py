@@ -29,16 +29,24 @@ def count_equations(h: Callable[..., Any], z: Tensor, params: Sequence[Tensor]) 
         leaf = z.clone().requires_grad_()
         value = _first_call(h, leaf, params)
     _check_result(value, z)
-    n = len(z)
+    n, found = len(z), value.detach()
+    if n > 1:
+        parts = [x.to(z.device) for x in _halves(n)]
+        _check_apart(value, leaf, *parts)
+        for part in parts:
+            own = _of_part(h, z[part], [p[part] for p in params], found)
+            _refuse_followed(own)
+            _check_alike(h, own.detach(), found, z, params, part)
     if n:
-        order = _random(n).argsort().to(z.device)
-        half, first = n // 2, torch.zeros_like(order[:1])
-        if half:
-            _check_apart(value, leaf, order[:half], order[half:])
-        for part in (order[:half], order[half:], first) if half else (first,):
-            _check_alike(h, value.detach(), z, params, part)
-        _check_derivatives(h, z[:1], [p[:1] for p in params])
+        _check_derivatives(h, z, params, found)
     return value.shape[-1]
+
+
+def _halves(n: int) -> tuple[Int[Tensor, "part"], Int[Tensor, "rest"]]:
+    """n samples in two parts, by lot; none is empty."""
+    first = _random(n) > 0
+    first[0], first[-1] = True, False
+    return first.nonzero().squeeze(-1), (~first).nonzero().squeeze(-1)
 
 
 def _random(*shape: int) -> Float[Tensor, "..."]:
@@ -156,20 +164,29 @@ def _check_result(value: Any, z: Tensor) -> None:
 def check_closure(h: Callable[..., Any], z: Tensor, params: Sequence[Tensor]) -> None:
     """Refuse an h that is made of more than z and params, which are plain."""
     with torch.enable_grad():
-        if is_followed(h(z, *params)):
-            raise ValueError(
-                "h closes over a tensor in which derivatives are taken, or that vmap maps, and the "
-                "projection would not see that. Pass it in params: (N, …), an entry for each "
-                "sample; one for all is p.expand(N, …)."
-            )
+        _refuse_followed(h(z, *params))
 
 
-def _check_derivatives(h: Callable[..., Any], z: Tensor, params: Sequence[Tensor]) -> None:
-    """Of the first sample, alone."""
-    check_closure(h, z, params)
+def _refuse_followed(value: Tensor) -> None:
+    if is_followed(value):
+        raise ValueError(
+            "h closes over a tensor in which derivatives are taken, or that vmap maps, and the "
+            "projection would not see that. Pass it in params: (N, …), an entry for each sample; "
+            "one for all is p.expand(N, …)."
+        )
+
+
+def _check_derivatives(
+    h: Callable[..., Any], z: Tensor, params: Sequence[Tensor], value: Tensor
+) -> None:
+    """Of the first sample, alone; `value` is that of all."""
+    first = [p[:1] for p in params]
+    if len(z) == 1:
+        check_closure(h, z, first)
+    leaf = z[:1].clone().requires_grad_()
+    alone = _of_part(h, leaf, first, value)
+    _check_alike(h, alone.detach(), value, z, params, torch.zeros_like(z[:1, 0], dtype=torch.long))
     with torch.enable_grad():
-        leaf = z.clone().requires_grad_()
-        alone = h(leaf, *params)
         once = None
         if alone.requires_grad:
             # By multipliers that require a gradient: else it does not show.
@@ -214,13 +231,16 @@ def _check_apart(
 
 def _check_alike(
     h: Callable[..., Any],
+    own: Tensor,
     value: Tensor,
     z: Tensor,
     params: Sequence[Tensor],
     part: Int[Tensor, "n"],
 ) -> None:
     """Refuse an h whose value for some samples depends on the others, as autograd may not see."""
-    own, whole = _of_part(h, z[part], [p[part] for p in params], value), value[part]
+    whole = value[part]
+    if torch.equal(own, whole):
+        return
     apart = (own - whole).abs().nan_to_num(torch.inf)
     apart = torch.where((own == whole) | (own.isnan() & whole.isnan()), 0, apart)
     rows = (apart > _SAME * whole.abs()).any(-1).nonzero().squeeze(-1)
@@ -250,7 +270,7 @@ def _of_part(
     (n, equations), of = whole.shape, f"{len(z)} of {len(whole)} samples"
     cause = "If h closes over a tensor with an entry for each sample, pass that in params=(…)."
     try:
-        with torch.no_grad():
+        with torch.enable_grad():
             value = h(z, *params)
     except Exception as error:
         raise ValueError(

@@ -120,8 +120,8 @@ def _viewed(curve: Curve, u: Tensor) -> _View:
     # Refined, for redundant equations.
     multipliers = multipliers + rows.solve(times(scaled, g - back(scaled, multipliers)))
     t = g - back(scaled, multipliers)
-    scales = curve.scales(J, z, w, u, multipliers)
-    size = curve.sizes(u, r).amax(-1)
+    sizes = curve.sizes(u, r)
+    scales, size = curve.scales(J, z, w, u, multipliers, sizes), sizes.amax(-1)
     still = length(t) / (length(g) + _SMALL * size)
     c = patch.c
     return _View(z, patch, c, J, r, scaled, gram, rows, g, multipliers, t, scales, size, still)

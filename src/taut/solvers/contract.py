@@ -44,23 +44,21 @@ def contract(curve: Curve, u: Tensor, multipliers: Tensor, rounds: int) -> Attem
         z = curve.sigma(u)
         patch, w = curve.surface.at(z), curve.slope(u)
         c, J, r = patch.c, patch.jacobian(), w.sqrt()
-        before = worst(c, curve.scales(J, z, w, u, multipliers).cap)
         S = None if flat else curve.curvature(patch, multipliers)
         saddle = Saddle.of(J, r, S)
         now = _stepped(curve, saddle, (c, J, r), u, multipliers, size)
         if not flat:
             now = _chord(curve, saddle, (J, r), now)
         flat, u, multipliers, size = False, now.u, now.multipliers, now.size
-        least = now.error * now.sizes.amax(-1).clamp(max=1)
-        if bool((least > _ACCURATE).all()) and bool(now.good.all()):
+        if bool((now.error > _ACCURATE).all()) and bool(now.good.all()):
             continue
         z = curve.sigma(u)
-        scales, c = curve.scales(J, z, w, u, multipliers), curve.surface.value(z)
+        scales, before = curve.scales(J, z, w, u, multipliers, now.sizes), c
+        c = curve.surface.value(z)
         off = worst(c, scales.cap)
-        stopped = off > _FALLS * before
+        stopped = off > _FALLS * worst(before, scales.cap)
         settled = (worst(c, scales.full) <= curve.target) | stopped
         done = now.good & (now.error <= _ACCURATE) & (off <= curve.floor) & settled
-        done = done | curve.noisy(now.good & ~done & (least <= _ACCURATE) & stopped, u)
         index = done.nonzero().squeeze(-1)
         if len(index):
             # A saddle found fast is no answer.

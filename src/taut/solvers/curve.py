@@ -40,15 +40,15 @@ class Curve:
     end: Float[Tensor, "n K"] | None
     target: float  # |c| over `full` that is enough
     floor: float  # |c| over `cap` that counts as rounding once it has stopped falling
-    straight: bool  # is σ a line in some output?
+    lines: int  # the outputs in which σ is a line
 
     @staticmethod
     def of(
         surface: Surface, activation: Activation, v: Tensor, unit: Tensor, rules: Rules
     ) -> "Curve":
         tol = rules.tol or 0.0
-        straight, tols = bool(unit.isinf().any()), (max(8 * EPS, tol), max(1e-12, tol))
-        return Curve(surface, activation, v, unit, None, *tols, straight)
+        tols, lines = (max(8 * EPS, tol), max(1e-12, tol)), int(unit.isinf().sum())
+        return Curve(surface, activation, v, unit, None, *tols, lines)
 
     def take(self, index: Int[Tensor, "n"]) -> "Curve":
         """The samples at `index`."""
@@ -67,24 +67,31 @@ class Curve:
         """f = Σψ(z) − vᵀz: B(z‖σ(v)) up to a constant."""
         return (self.activation.psi(z) - self.v * z).sum(-1)
 
-    def sizes(self, u: Tensor, r: Tensor) -> Float[Tensor, "n K"]:
-        """What a length in the local metric is compared with, output by output.
+    def sizes(self, u: Tensor, r: Tensor) -> Float[Tensor, "n K"] | Float[Tensor, "n 1"]:
+        """What a length in the local metric is compared with, output by output or of all.
 
         Where σ is a line, which has no unit, the largest r|u| or r|v| of the sample: so numbers
         that are all a million times as large are solved alike. Elsewhere the unit of u is 1 or
         less, and more where r(|u| + |v|), whose rounding is that of z, is more.
         """
         size = r * torch.maximum(u.abs(), self.v.abs())
+        if self.lines == u.shape[-1]:
+            line = size.amax(-1, keepdim=True)
+            return torch.where(line > 0, line, 1)
         other = torch.maximum(size, r * self.finite_unit).clamp_min(1)
-        if not self.straight:
+        if self.lines == 0:
             return other
         line = size.where(self.unit.isinf(), 0).amax(-1, keepdim=True)
-        line = torch.where((line > 0) & line.isfinite(), line, 1)
-        return torch.where(self.unit.isinf(), line, other)
+        return torch.where(self.unit.isinf(), torch.where(line > 0, line, 1), other)
 
-    def paces(self, sizes: Tensor, r: Tensor) -> Float[Tensor, "n K"]:
-        """The unit of u, times σ'(u): what z moves with it."""
-        return torch.where(self.unit.isinf(), r * sizes, r.square() * self.finite_unit)
+    def paces(self, sizes: Tensor, w: Tensor) -> Float[Tensor, "n K"]:
+        """What z moves with u by its unit, w times that; r times `sizes` where σ is a line."""
+        if self.lines == 0:
+            return w * self.unit
+        line = w.sqrt() * sizes
+        if self.lines == w.shape[-1]:
+            return line
+        return torch.where(self.unit.isinf(), line, w * self.finite_unit)
 
     def steps(self, du: Tensor) -> Float[Tensor, "n"]:
         """The largest |du| in units; held outputs and lines do not count."""
@@ -97,7 +104,9 @@ class Curve:
     def finite_unit(self) -> Float[Tensor, "K"]:
         return torch.where(self.unit.isinf(), 1, self.unit)
 
-    def scales(self, J: Tensor, z: Tensor, w: Tensor, u: Tensor, multipliers: Tensor) -> Scales:
+    def scales(
+        self, J: Tensor, z: Tensor, w: Tensor, u: Tensor, multipliers: Tensor, sizes: Tensor
+    ) -> Scales:
         """|b| + |J|(|z| + w(|u| + |v| + |J|ᵀ|λ|)), and with the unit of u in place of |J|ᵀ|λ|.
 
         Without the last, z_k = 0 with v_k = 0 would have a scale of 0. Where σ is a line, it is
@@ -107,12 +116,11 @@ class Curve:
         own = times(size, z.abs() + w * (u.abs() + self.v.abs()))
         own = self._with_b(own).clamp_min(torch.finfo(own.dtype).tiny)
         pulled = w * back(size, multipliers.abs())
-        full, paces = own + times(size, pulled), w * self.finite_unit
-        if self.straight:
-            r = w.sqrt()
-            line = torch.minimum(self.paces(self.sizes(u, r), r), pulled)
-            paces = torch.where(self.unit.isinf(), line, paces)
-        return Scales(full, own + times(size, paces))
+        bound = paces = self.paces(sizes, w)
+        if self.lines:
+            bound = torch.minimum(paces, pulled)
+            bound = bound if self.lines == w.shape[-1] else bound.where(self.unit.isinf(), paces)
+        return Scales(own + times(size, pulled), own + times(size, bound))
 
     def noisy(self, which: Bool[Tensor, "n"], u: Tensor) -> Bool[Tensor, "n"]:
         """Of which of these samples is c rounding of numbers inside h, as in exp(z) − 1 near z = 0?
@@ -121,7 +129,7 @@ class Curve:
         which is Jd but for d³; and c is to be rounding beside a u of size 1.
         """
         index = which.nonzero().squeeze(-1)
-        if not self.straight or len(index) == 0:
+        if self.lines == 0 or len(index) == 0:
             return torch.zeros_like(which)
         part, u = self.take(index), u[index]
         z, w = part.sigma(u), part.slope(u)

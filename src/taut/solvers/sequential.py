@@ -213,12 +213,12 @@ def _judged(curve: Curve, found: Attempt) -> Tensor:
     z, w = curve.sigma(u), curve.slope(u)
     patch, r = curve.surface.at(z), w.sqrt()
     J, c = patch.jacobian(), patch.c
-    feasible = worst(c, curve.scales(J, z, w, u, multipliers).cap) <= curve.floor
+    sizes = curve.sizes(u, r)
+    feasible = worst(c, curve.scales(J, z, w, u, multipliers, sizes).cap) <= curve.floor
     feasible = feasible | curve.noisy(~feasible, u)
     g = r * (u - curve.v)
     t = g - r * back(J, multipliers)
-    least = _SMALL * curve.sizes(u, r).amax(-1)
-    still = feasible & (length(t) <= _STILL * (length(g) + least))
+    still = feasible & (length(t) <= _STILL * (length(g) + _SMALL * sizes.amax(-1)))
     number, verdict = c.isfinite().all(-1), status[left]
     verdict = torch.where(number, verdict, int(Status.NONFINITE))
     if bool(still.any()):

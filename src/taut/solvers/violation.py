@@ -26,7 +26,7 @@ def least_violation(curve: Curve, u: Float[Tensor, "n K"]) -> Bool[Tensor, "n"]:
         patch, w = curve.surface.at(curve.sigma(u)), curve.slope(u)
         c, J = patch.c / s, patch.jacobian() / s.unsqueeze(-1)
         size = c.square().sum(-1)
-        gain = REACH * (curve.paces(sizes, w.sqrt()) * back(J, c).abs()).sum(-1)
+        gain = REACH * (curve.paces(sizes, w) * back(J, c).abs()).sum(-1)
         feasible = size <= _NONE
         over = feasible | (gain <= _GAIN * size)
         stuck[place[over & ~feasible]] = True
