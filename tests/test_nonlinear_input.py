@@ -59,10 +59,43 @@ BAD = {
     "mixes": (
         lambda z, e: norm(z - z.mean(0), e),
         ValueError,
-        "mixes samples: for sample 0 .* alone, and",
+        "mixes samples: by autograd, h of other samples depends on z of sample",
+    ),
+    "mixes in secret": (
+        lambda z, e: norm(z, e) - z.mean().detach(),
+        ValueError,
+        "mixes samples: for sample . it gives .* alone, and .* in the batch of 2",
     ),
     "random": (lambda z, e: norm(z, e) + torch.rand_like(e), ValueError, "mixes samples.*random"),
     "closure": (lambda z, e: norm(z, e) * learnt, ValueError, "closes over .*derivatives"),
+    "columns apart": (lambda z, e: (norm(z, e), z), TypeError, r"got tuple. Try torch.cat"),
+    "numbers apart": (lambda z, e: [z[:, 0]], TypeError, r"got list. Try torch.stack"),
+    "another array": (
+        lambda z, e: torch.from_numpy(z.numpy()).sum(-1, keepdim=True) - e,
+        ValueError,
+        "as autograd sees it.*numpy",
+    ),
+    "its batch": (
+        lambda z, e: norm(z, E),
+        ValueError,
+        r"\(2, 1\) with all samples, .* and \(2, 1\) with 1 of 2 .*closes over .*params",
+    ),
+    "float32": (
+        lambda z, e: z @ torch.ones(3, 1, dtype=torch.float32) - e,
+        TypeError,
+        r"a constant of torch.float32: with z \(2, 3\) and params \(2, 1\) .*W.to\(z.dtype\)",
+    ),
+    "device": (
+        lambda z, e: norm(z, e) * torch.ones(2, 1, device="meta"),
+        ValueError,
+        r"all on cpu, and says .*meta.*W.to\(z.device\)",
+    ),
+    "too few arguments": (lambda z: norm(z, 1), TypeError, r"takes \(z\) and was .* 1 parameter: "),
+    "too many": (
+        lambda z, e, f: 0,
+        TypeError,
+        r"takes \(z, e, f\) and was .* 1 parameter: .*params",
+    ),
     "once": (lambda z, e: Once.apply(z).sum(-1, keepdim=True) - e, TypeError, "twice diff"),
 }
 
@@ -93,12 +126,27 @@ def test_h_that_a_transform_has_seen():
 
 
 def test_errors_of_h_say_what_it_was_called_with():
-    weights = torch.ones(3, 1, dtype=torch.float32)
     with pytest.raises(RuntimeError) as error:
-        taut.project(V.float(), h=lambda z: z @ weights)
+        taut.project(V.float(), h=lambda z: z @ torch.ones(4, 1))
     (note,) = error.value.__notes__
     assert "z (2, 3)" in note
     assert "torch.float64" in note
+
+
+@pytest.mark.usefixtures("as_user")
+def test_params_without_a_last_dimension():
+    """(N,) beside (N, 1) makes (N, N), and it is right of one sample alone."""
+    p = torch.tensor([2.0, 1.0, 3.0])
+    v = torch.cat([V, V[:1]])
+    h = lambda z, p: z.square().sum(-1, keepdim=True) - p  # noqa: E731
+    with pytest.raises(
+        ValueError, match=r"params\[0\] has one number for each sample, \(3,\).*unsq"
+    ):
+        taut.project(v, h=h, params=(p,))
+    close(
+        taut.project(v, h=h, params=(p.unsqueeze(-1),)).z[:1],
+        taut.project(V[:1], h=h, params=(p[:1],)).z,
+    )
 
 
 A, B = torch.ones(1, 3, dtype=torch.float64), torch.ones(1, dtype=torch.float64)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._dynamo import eval_frame  # pyright: ignore
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
+from torch.autograd.graph import saved_tensors_hooks
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -248,6 +249,38 @@ def outside_inference() -> AbstractContextManager[Any]:
     if torch.is_inference_mode_enabled():
         return torch.inference_mode(False)
     return nullcontext()
+
+
+#: The hooks that saved tensors go through here, or None.
+_hooks: Callable[[bool], Any] = getattr(
+    torch._C._autograd,  # pyright: ignore
+    "_top_saved_tensors_default_hooks",
+    lambda _: True,
+)
+
+
+def without_hooks() -> AbstractContextManager[Any]:
+    """No hooks of the caller on tensors that are saved inside.
+
+    torch.utils.checkpoint has them: it would run the caller's function again, solve and all, for
+    each derivative of h in a solve.
+    """
+    if _hooks(True) is None:
+        return nullcontext()
+    return saved_tensors_hooks(_same, _same)
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def is_zero(x: Tensor) -> bool:
+    """Is x one of torch's zeros without memory, as a derivative can be? They cannot be written to.
+
+    >>> is_zero(torch.zeros(1))
+    False
+    """
+    return x._is_zerotensor()
 
 
 def lead(x: Tensor, dim: int | None, size: int) -> Tensor:

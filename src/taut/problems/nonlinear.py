@@ -17,7 +17,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from taut.autograd import forward_mode, is_transformed, lead, outside_inference
+from taut.autograd import (
+    forward_mode,
+    is_transformed,
+    lead,
+    outside_inference,
+    without_hooks,
+)
 from taut.maps import LinearMap, as_map
 from taut.outcome import Status
 from taut.problems.base import Problem
@@ -83,7 +89,7 @@ class Nonlinear(Problem):
     @cached_property
     def units(self) -> int:
         """How many multipliers a sample has; h is looked at for that."""
-        with outside_inference():
+        with outside_inference(), without_hooks():
             v = self.v.detach().to(wide(self.v)).nan_to_num(0.0, 0.0, 0.0)
             z = self.prepared.activation.sigma(v).clone()
             params = tuple(p.detach().to(z.dtype).clone() for p in self.params)
@@ -256,7 +262,7 @@ class Nonlinear(Problem):
                 return pulled(self.h, at.z, params, own), self.h(at.z, *params)
 
             return self._cast(torch.func.vjp(both, *at.params)[1]((p, -q)))
-        with torch.enable_grad():
+        with torch.enable_grad(), without_hooks():
             params = tuple(x.detach().requires_grad_() for x in at.params)
             z = at.z.detach().requires_grad_()
             h = self.h(z, *params)
@@ -294,10 +300,11 @@ class Nonlinear(Problem):
             A = A.expand(len(z), *A.shape[-2:])
             return _Local(z, r, torch.cat([A, J], -2), S, multipliers, tuple(params)), True
         linear = z.new_zeros(len(z), self.data_rows)
-        patch = Surface(self.h, tuple(params), A.detach(), linear).at(z)
-        S = patch.curvature(own)
+        with without_hooks():
+            patch = Surface(self.h, tuple(params), A.detach(), linear).at(z)
+            J, S = patch.jacobian(), patch.curvature(own)
         S = z.new_zeros(*z.shape, z.shape[-1]) if S is None else S
-        return _Local(z, r, patch.jacobian(), S, multipliers, tuple(params)), False
+        return _Local(z, r, J, S, multipliers, tuple(params)), False
 
     def pushforward(
         self, multipliers: Tensor, u: Tensor, status: Tensor, tangents: Sequence[Tensor | None]

@@ -4,7 +4,7 @@
 under transforms.
 """
 
-import warnings
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, final
@@ -13,11 +13,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from taut.autograd import is_zero
+
 #: h(z, *params): (N, K), and params with N in front, to (N, M).
 Equations = Callable[..., Tensor]
 
 _SMALLEST = 8  # outputs from which second derivatives are worth being kept
-_AGREE = 1e-10
+_AGREE = 1e-12  # of the size of its terms: how far the product of S with a direction may be off
+_SWEEPS = 4  # that bring the entries of ∇²h to one size
 
 
 @final
@@ -126,17 +129,16 @@ def _vectors(y: Tensor, z: Tensor, again: Callable[..., Any], given: tuple[Any, 
     n, m = y.shape
     eye = torch.eye(m, dtype=y.dtype, device=y.device).unsqueeze(1).expand(m, n, m)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of an operation without a rule for batches: slow
-            (found,) = torch.autograd.grad(
-                y, z, eye, retain_graph=True, is_grads_batched=True, allow_unused=True
-            )
+        (found,) = torch.autograd.grad(
+            y, z, eye, retain_graph=True, is_grads_batched=True, allow_unused=True
+        )
     except (RuntimeError, UserWarning):
-        # Not every function can be mapped over. Copies of the samples need no rules.
+        # vmap has no rule for some functions: copies of the samples need none. For some it has a
+        # slow way, with a warning, which is an error where the caller has made errors of warnings.
         y, z = again(m, *given)
         (found,) = torch.autograd.grad(y, z, eye.reshape(m * n, m), allow_unused=True)
         found = None if found is None else found.reshape(m, n, -1)
-    if found is None:
+    if found is None or is_zero(found):
         return z.new_zeros(n, m, z.shape[-1])
     return found.detach().transpose(0, 1)
 
@@ -145,31 +147,51 @@ def _vectors(y: Tensor, z: Tensor, again: Callable[..., Any], given: tuple[Any, 
 class Seconds:
     """∇²h_i of one sample. In a quadratic h they are those of all, at every z: S = Σ λ_i ∇²h_i.
 
-    Whether they are is asked of each sample, by the product of S with one direction, which costs
-    a K-th part of S. A direction without zeros or ratios finds every other S.
+    Each use asks each sample whether they are, at its z and with its λ, by the product of S with a
+    random direction; that costs a K-th part of S. Of another S, the product differs with
+    probability 1, as the direction is drawn anew, whatever h is.
     """
 
     def __init__(self) -> None:
         self.found: Tensor | None = None
+        self.size: Tensor | None = None  # of each output: z_k over it has second derivatives near 1
         self.useless: bool = False
+        self.random: random.Random = random.Random()  # torch's random numbers are the caller's
 
     def curvature(self, patch: Patch, gradient: Tensor, multipliers: Tensor) -> Tensor | None:
         """S; None where it has to be worked out for each sample."""
         (n, m), outputs = multipliers.shape, gradient.shape[-1]
         if self.useless or outputs < _SMALLEST or n < 2 * m:
             return None
-        if self.found is None:
+        if self.found is None or self.size is None:
             self.found = _of_one(patch, m)
+            self.size = _even(self.found.reshape(m, outputs, outputs))
         S = (multipliers @ self.found).reshape(n, outputs, outputs)
-        place = torch.arange(1, outputs + 1, dtype=S.dtype, device=S.device)
-        direction = (1.0 + (place * 0.6180339887498949) % 1.0).expand(n, outputs)
+        numbers = [self.random.gauss(0.0, 1.0) for _ in range(outputs)]
+        direction = self.size * torch.tensor(numbers, dtype=S.dtype, device=S.device)
+        direction = direction.expand(n, outputs)
         (right,) = torch.autograd.grad(gradient, patch.z, direction, retain_graph=True)
         ours = (S @ direction.unsqueeze(-1)).squeeze(-1)
-        terms = (multipliers.abs() @ self.found.abs()).reshape(S.shape) @ direction.unsqueeze(-1)
-        if bool(((right - ours).abs() <= _AGREE * terms.squeeze(-1)).all()):
+        terms = (multipliers.abs() @ self.found.abs()).reshape(S.shape)
+        terms = (terms @ direction.abs().unsqueeze(-1)).squeeze(-1)
+        if bool(((right - ours).abs() <= _AGREE * terms).all()):
             return S
         self.useless, self.found = True, None
         return None
+
+
+def _even(H: Float[Tensor, "M K K"]) -> Float[Tensor, "K"]:
+    """s, so that the largest |s_k H_kj s_j| of each row is near 1 (Ruiz); 1 where H has nothing.
+
+    Outputs may have units, and second derivatives of 1e12 hide those of 1e-12.
+    """
+    size = H.abs()
+    size = (size / size.amax((-2, -1), keepdim=True).clamp_min(1e-300)).amax(0)
+    s = torch.ones_like(size[0])
+    for _ in range(_SWEEPS):
+        largest = (s.unsqueeze(-1) * size * s).amax(-1)
+        s = s * torch.where(largest > 0, largest, 1).rsqrt()
+    return s
 
 
 def _of_one(patch: Patch, m: int) -> Float[Tensor, "M KK"]:

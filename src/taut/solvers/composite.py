@@ -15,8 +15,8 @@ from taut.solvers.curve import REACH, Attempt, Curve, Scales, worst
 from taut.systems.saddle import Rows, back, diagonal, length, times
 
 STEPS = 60
-# Stationary: |t| ≤ so much of |g| + _SMALL, at once, or where two steps have halved neither |c| nor
-# |t|.
+# Stationary: |t| ≤ so much of |g| + _SMALL size, at once, or where two steps have halved neither
+# |c| nor |t|.
 _EXACT, _STALLED, _SMALL = 1e-11, 1e-9, 1e-3
 _CONVEX = 1e-2  # least pivot of the Hessian along the surface; below, the step is Gauss–Newton's
 _FLAT = 1e-8  # r below which du = dz/r² has no digits
@@ -59,7 +59,8 @@ class _View(NamedTuple):
     multipliers: Float[Tensor, "n rows"]
     t: Float[Tensor, "n K"]  # what of g lies along the surface
     scales: Scales
-    still: Float[Tensor, "n"]  # |t|/(|g| + _SMALL)
+    size: Float[Tensor, "n"]  # the largest of `Curve.sizes`
+    still: Float[Tensor, "n"]  # |t|/(|g| + _SMALL size)
 
 
 @final
@@ -87,7 +88,7 @@ def compose(curve: Curve, u: Tensor, limit: int) -> Attempt:
         level = torch.maximum(off, _SMALL * view.still)
         stalls = torch.where(level < 0.5 * state.best, 0, state.stalls + 1)
         state = state._replace(best=torch.minimum(level, state.best), stalls=stalls)
-        done = _is_done(curve, view, off, stalls)
+        done = _is_done(curve, view, state.u, off, stalls)
         over = done | (_is_stuck(view, off) & (count > _PATIENCE)) | ~off.isfinite()
         over = over | (count == limit)
         index, left = over.nonzero().squeeze(-1), (~over).nonzero().squeeze(-1)
@@ -119,15 +120,20 @@ def _viewed(curve: Curve, u: Tensor) -> _View:
     # Refined, for redundant equations.
     multipliers = multipliers + rows.solve(times(scaled, g - back(scaled, multipliers)))
     t = g - back(scaled, multipliers)
-    scales = curve.scales(J, z, w, u, multipliers)
-    still = length(t) / (length(g) + _SMALL)
+    sizes = curve.sizes(u, r)
+    scales, size = curve.scales(J, z, w, u, multipliers, sizes), sizes.amax(-1)
+    still = length(t) / (length(g) + _SMALL * size)
     c = patch.c
-    return _View(z, patch, c, J, r, scaled, gram, rows, g, multipliers, t, scales, still)
+    return _View(z, patch, c, J, r, scaled, gram, rows, g, multipliers, t, scales, size, still)
 
 
-def _is_done(curve: Curve, view: _View, off: Tensor, stalls: Tensor) -> Bool[Tensor, "n"]:
+def _is_done(
+    curve: Curve, view: _View, u: Tensor, off: Tensor, stalls: Tensor
+) -> Bool[Tensor, "n"]:
     exact = (worst(view.c, view.scales.full) <= curve.target) & (view.still <= _EXACT)
-    return (off <= curve.floor) & (exact | ((view.still <= _STALLED) & (stalls >= 2)))
+    stalled = (view.still <= _STALLED) & (stalls >= 2)
+    near = off <= curve.floor
+    return (near & (exact | stalled)) | curve.noisy(stalled & ~near, u)
 
 
 def _is_stuck(view: _View, off: Tensor) -> Bool[Tensor, "n"]:
@@ -172,7 +178,9 @@ def _directed(curve: Curve, state: _State, view: _View) -> _Step:
 def _moved(curve: Curve, state: _State, view: _View, open: Tensor, count: int) -> _State:
     step = _directed(curve, state, view)
     keep = 0.5 if count < _YOUNG else 1.0
-    μ = torch.maximum(keep * state.μ, 2 * step.multipliers.abs() + 1e-8)
+    # A penalty of 0 would let c go: at least a part of the λ that pulls u by its size.
+    least = 1e-8 * view.size.unsqueeze(-1) / length(view.scaled).clamp_min(1e-300)
+    μ = torch.maximum(keep * state.μ, 2 * step.multipliers.abs() + least)
     falls = (view.g * step.y).sum(-1)
     after = (view.c + times(view.scaled, step.y)).abs()
     for _ in range(_RAISES):
@@ -207,7 +215,7 @@ def _searched(
     f, cap = curve.objective(view.z), view.scales.cap
     merit = f + (μ * view.c.abs()).sum(-1)
     terms = curve.activation.psi(view.z).abs().sum(-1) + (curve.v * view.z).abs().sum(-1)
-    rounding = _ROUNDING * (1 + f.abs() + terms + 0.01 * (μ * cap).sum(-1))
+    rounding = _ROUNDING * (view.size.square() + f.abs() + terms + 0.01 * (μ * cap).sum(-1))
     # Within the rounding of the merit, the residual decides.
     close = torch.where(promise.abs() <= rounding, 0.9 * worst(view.c, cap), -1)
     close = torch.where(close >= 0, close.clamp_min(curve.floor), -1)

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from taut.activations.codes import units
-from taut.autograd import outside_inference
+from taut.autograd import outside_inference, without_hooks
 from taut.backends import Rules
 from taut.outcome import Outcome, Status
 from taut.problems import Nonlinear
@@ -28,7 +28,7 @@ from taut.systems.saddle import back, is_minimum, length
 STARTS = ((0.3, 0.3), (0.0, 0.3), (0.3, 1.0), (0.0, 1.0))
 _FAR = 1e3  # a start further away than this is worse than none
 _BETTER = 0.1  # of failed attempts, another is kept only with |c| below this part
-_STILL, _SMALL = 1e-8, 1e-3  # |t| ≤ _STILL(|g| + _SMALL) is stationary
+_STILL, _SMALL = 1e-8, 1e-3  # |t| ≤ _STILL(|g| + _SMALL size) is stationary
 
 
 @final
@@ -48,7 +48,7 @@ def sequential(problem: Nonlinear, rules: Rules, equations: Any) -> Outcome:
             "nonlinear equations are solved in float64; got a solver of "
             f"{rules.dtype or problem.v.dtype}. Use taut.Newton(), whatever the dtype of v."
         )
-    with outside_inference(), torch.no_grad():
+    with outside_inference(), without_hooks(), torch.no_grad():
         # Tensors of inference mode cannot be differentiated, and h is.
         inputs = (x.clone() if x.is_inference() else x.detach() for x in problem.inputs)
         start = problem.start
@@ -153,7 +153,7 @@ def _given(
     if start.shape[-1] == rows:
         own_u = curve.v + back(curve.surface.at(curve.sigma(u)).jacobian(), own)
     own_u = own_u if curve.end is None else torch.where(curve.end.isnan(), own_u, 0)
-    size, most = ((x / curve.finite_unit).abs().amax(-1) for x in (own_u, curve.v))
+    size, most = ((x / curve.unit).abs().amax(-1) for x in (own_u, curve.v))  # lines do not count
     known = known | (start.shape[-1] > rows)
     near = known & own.isfinite().all(-1) & own_u.isfinite().all(-1) & (size <= _FAR * (1 + most))
     near = near.unsqueeze(-1)
@@ -173,7 +173,7 @@ def _searched(
             own = contract(curve.take(left), start[0][left], start[1][left], limit)
             index = own.done.nonzero().squeeze(-1)
             found.write(left[index], *(x[index] for x in own))
-    for own in itertools.chain(starts, _further(curve, u)):
+    for own in itertools.chain(starts, _further(curve, u, found)):
         left = (~found.done).nonzero().squeeze(-1)
         if len(left) == 0:
             break
@@ -186,15 +186,21 @@ def _searched(
     return found
 
 
-def _further(curve: Curve, u: Tensor) -> Iterator[Tensor]:
+def _further(curve: Curve, u: Tensor, found: Attempt) -> Iterator[Tensor]:
     """Other starts, made when they are needed: the same directions for every sample.
 
-    Not by torch's random numbers, which vmap refuses.
+    Where σ is a line, the unit is the size of u, where it began or where it has come to. torch's
+    random numbers are left alone, which vmap refuses.
     """
     source = random.Random(0)
+    r = curve.slope(u).sqrt()
+    sizes = curve.sizes(u, r)
+    come = torch.minimum(curve.sizes(found.u, r), _FAR * sizes)
+    line = torch.maximum(sizes, come.nan_to_num(0.0)) / torch.where(r > 0, r, 1)
+    unit = torch.where(curve.unit.isinf(), line, curve.finite_unit)
     for t, s in STARTS:
         kick = [source.gauss(0.0, 1.0) for _ in range(u.shape[-1])]
-        yield t * u + s * curve.finite_unit * torch.tensor(kick, dtype=u.dtype, device=u.device)
+        yield t * u + s * unit * torch.tensor(kick, dtype=u.dtype, device=u.device)
 
 
 def _judged(curve: Curve, found: Attempt) -> Tensor:
@@ -207,10 +213,12 @@ def _judged(curve: Curve, found: Attempt) -> Tensor:
     z, w = curve.sigma(u), curve.slope(u)
     patch, r = curve.surface.at(z), w.sqrt()
     J, c = patch.jacobian(), patch.c
-    feasible = worst(c, curve.scales(J, z, w, u, multipliers).cap) <= curve.floor
+    sizes = curve.sizes(u, r)
+    feasible = worst(c, curve.scales(J, z, w, u, multipliers, sizes).cap) <= curve.floor
+    feasible = feasible | curve.noisy(~feasible, u)
     g = r * (u - curve.v)
     t = g - r * back(J, multipliers)
-    still = feasible & (length(t) <= _STILL * (length(g) + _SMALL))
+    still = feasible & (length(t) <= _STILL * (length(g) + _SMALL * sizes.amax(-1)))
     number, verdict = c.isfinite().all(-1), status[left]
     verdict = torch.where(number, verdict, int(Status.NONFINITE))
     if bool(still.any()):

@@ -16,7 +16,9 @@ def least_violation(curve: Curve, u: Float[Tensor, "n K"]) -> Bool[Tensor, "n"]:
     """Where no step gains: at an interior stationary point, or with z at the end of its range."""
     patch = curve.surface.at(curve.sigma(u))
     scaled = patch.jacobian() * curve.slope(u).sqrt().unsqueeze(-2)
-    s = (length(scaled) + patch.c.abs()).clamp_min(1e-12)  # fixed from here on
+    sizes = curve.sizes(u, curve.slope(u).sqrt())
+    s = length(scaled) * sizes.amax(-1, keepdim=True) + patch.c.abs()  # fixed from here on
+    s = torch.where(s > 0, s, s.amax(-1, keepdim=True).clamp_min(1e-300))
     δ = torch.full_like(u[:, 0], 1e-3)
     stuck = torch.zeros_like(δ, dtype=torch.bool)
     place = torch.arange(len(u), device=u.device)
@@ -24,7 +26,7 @@ def least_violation(curve: Curve, u: Float[Tensor, "n K"]) -> Bool[Tensor, "n"]:
         patch, w = curve.surface.at(curve.sigma(u)), curve.slope(u)
         c, J = patch.c / s, patch.jacobian() / s.unsqueeze(-1)
         size = c.square().sum(-1)
-        gain = REACH * ((w * back(J, c)).abs() * curve.finite_unit).sum(-1)
+        gain = REACH * (curve.paces(sizes, w) * back(J, c).abs()).sum(-1)
         feasible = size <= _NONE
         over = feasible | (gain <= _GAIN * size)
         stuck[place[over & ~feasible]] = True
@@ -33,10 +35,10 @@ def least_violation(curve: Curve, u: Float[Tensor, "n K"]) -> Bool[Tensor, "n"]:
             break
         if len(left) < len(place):
             curve, place = curve.take(left), place[left]
-            u, s, δ, w, c, J, size = (x[left] for x in (u, s, δ, w, c, J, size))
+            u, s, δ, w, c, J, size, sizes = (x[left] for x in (u, s, δ, w, c, J, size, sizes))
         scaled = J * w.sqrt().unsqueeze(-2)
         gram = scaled @ scaled.mT
-        diagonal(gram).add_(δ.unsqueeze(-1) * (1e-12 + diagonal(gram).amax(-1, keepdim=True)))
+        diagonal(gram).add_(δ.unsqueeze(-1) * (1e-300 + diagonal(gram).amax(-1, keepdim=True)))
         du = -back(J, Rows.of(gram).solve(c))
         du = du * (REACH / curve.steps(du).clamp_min(1e-300)).clamp(max=1).unsqueeze(-1)
         after = (curve.surface.value(curve.sigma(u + du)) / s).square().sum(-1)
