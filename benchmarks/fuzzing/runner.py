@@ -20,6 +20,7 @@ from fuzzing.optimal import check_optimal, look_closely
 from fuzzing.proofs import prove
 from fuzzing.tally import Failure, Tally, count_block
 from fuzzing.tangents import check_tangents
+from fuzzing.transforms import check_transforms
 from fuzzing.within import Within, make_within
 
 PATIENCE = 180  # seconds after which a block counts as hanging
@@ -82,8 +83,9 @@ def _checked(block: Block, answer: Answer, again: list[tuple[int, str]]) -> Tall
     wrong = {row for row, _ in found}
     gradients, compared = check_gradients(block)
     curves, curved = check_curves(block.seed, block.number)
-    found += again + gradients + check_doors(block) + curves
-    return _counted(block, answer, found, wrong, [proofs.counts, compared, curved])
+    still, asked = check_transforms(block.seed, block.number)
+    found += again + gradients + check_doors(block) + curves + still
+    return _counted(block, answer, found, wrong, [proofs.counts, compared, curved, asked])
 
 
 def _checked_within(block: Within, answer: Answer, solution: taut.Solution) -> Tally:
@@ -160,6 +162,7 @@ def replay(row: int, seed: int, number: int, most: int, kind: str = "equations")
     failed = [check for check, mask in check_samples(block, answer).items() if mask[row]]
     failed += [check for r, check in prove(block, answer).failures if r == row]
     others = check_gradients(block)[0] + check_bits(block) + check_curves(seed, number)[0]
+    others += check_transforms(seed, number)[0]
     return failed + [check for r, check in others if r == row]
 
 

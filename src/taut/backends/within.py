@@ -38,6 +38,7 @@ class _Known(NamedTuple):
     rows: Rows
     plan: Structure
     line: Structure | None
+    redundant: Basis | None  # of A, some of whose rows `line` leaves out
 
     address: int  # of the plan
     work: int  # of one evaluation of a sample
@@ -51,6 +52,13 @@ class _Known(NamedTuple):
             "only": 0,
             **{name: x.data_ptr() for name, x in self.rows.ends.items()},
         }
+
+
+def _least(A: Basis, x: Tensor) -> Tensor:
+    """x, of all rows, with its first ones less what redundant equations make irrelevant."""
+    part = x[:, : A.map.shape[0]]
+    part.copy_(A.project(part.to(A.map.data.dtype)))
+    return x
 
 
 @final
@@ -79,8 +87,9 @@ class CpuWithin:
         rows = make_rows(self._C, self._alone.basis_of(self._alone.map), self._activation)
         if rows is not None:
             line = None if rows.line is None else laid_out("line", rows.line)
-            plan = laid_out("plan", rows.plan)
-            self._known = _Known(rows, plan, line, addressof(plan), rows.plan.work)
+            plan, A = laid_out("plan", rows.plan), self._alone.basis_of(self._alone.map)
+            redundant = None if line is None or A.left_out is None else A
+            self._known = _Known(rows, plan, line, redundant, addressof(plan), rows.plan.work)
         return self._known
 
     def attempt(self, problem: Problem, rules: Rules) -> Outcome:
@@ -179,6 +188,8 @@ class CpuWithin:
         lower, upper, *bounds = (x.contiguous() for x in sides)
         floor, ceiling = bounds or (None, None)
         g_z, g_multipliers, g_u = (None if g is None else g.contiguous() for g in grads)
+        if known.redundant is not None and g_multipliers is not None:
+            g_multipliers = _least(known.redundant, g_multipliers.clone())
         made = [torch.empty_like(u), None]
         made += [torch.empty_like(x) if need else None for x, need in
                  zip((lower, upper, *bounds), needs[2:], strict=True)]  # fmt: skip
@@ -207,6 +218,9 @@ class CpuWithin:
         values |= {name: known.values[name] for name in ("plan", "line")}
         values |= {"rules": given.values["rules"], "single": u.dtype is torch.float32}
         values |= {"samples": n, "next": 0, "unsolved": n}
-        return made, left, run("pull", values, n * known.work)
+        count = run("pull", values, n * known.work)
+        if known.redundant is not None and dlower is not None:
+            _least(known.redundant, dlower)
+        return made, left, count
 
     loss = loss  # b being the sides at which rows are held
