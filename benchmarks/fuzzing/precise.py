@@ -178,8 +178,8 @@ def pulled(A: Array, w: Array, g_z: Array, g_u: Array, g_ν: Array) -> tuple[Arr
     given = column(g_z), column(np.where(still, 0, g_u)), asked
     blank = column(np.zeros(len(w)))
     sample = Precise(matrix(free), column(np.zeros(len(A))), blank, column(w), blank, kept)
-    x, s, _ = (
-        sample.pull(*given) if kept else (given[1] + times(column(w), given[0]), 0 * asked, None)
-    )
+    x, s = given[1] + times(column(w), given[0]), 0 * asked
+    if kept:
+        x, s, _ = sample.pull(*given)
     t = given[0] - matrix(A).transpose() * s
     return tuple(numbers(y)[:, 0] for y in (x + column(np.where(still, g_u, 0)), s, t))

@@ -23,6 +23,7 @@ from fuzzing.proofs import prove
 from fuzzing.scales import check_scales
 from fuzzing.tally import Failure, Tally, count_block
 from fuzzing.tangents import check_tangents
+from fuzzing.transforms import check_transforms
 from fuzzing.within import Within, make_within
 
 PATIENCE = 180  # seconds after which a block counts as hanging
@@ -86,8 +87,10 @@ def _checked(block: Block, answer: Answer, again: list[tuple[int, str]]) -> Tall
     gradients, compared = check_gradients(block)
     curves, curved = check_curves(block.seed, block.number)
     extremes, claimed = check_extremes(block.seed, block.number)
-    found += again + gradients + check_doors(block) + check_held(block) + curves + extremes
-    return _counted(block, answer, found, wrong, [proofs.counts, compared, curved, claimed])
+    still, asked = check_transforms(block.seed, block.number)
+    found += again + gradients + check_doors(block) + check_held(block) + curves + extremes + still
+    counts = [proofs.counts, compared, curved, claimed, asked]
+    return _counted(block, answer, found, wrong, counts)
 
 
 def _checked_within(block: Within, answer: Answer, solution: taut.Solution) -> Tally:
@@ -167,7 +170,7 @@ def replay(row: int, seed: int, number: int, most: int, kind: str = "equations")
     failed = [check for check, mask in check_samples(block, answer).items() if mask[row]]
     failed += [check for r, check in prove(block, answer).failures if r == row]
     others = check_gradients(block)[0] + check_bits(block) + check_curves(seed, number)[0]
-    others += check_scales(block, solution)
+    others += check_scales(block, solution) + check_transforms(seed, number)[0]
     return failed + [check for r, check in others if r == row]
 
 

@@ -26,12 +26,13 @@ class _Known(NamedTuple):
 
     rows: Rows
     laid: tuple[Laid | None, ...]  # the plan, and the line
+    redundant: Basis | None  # of A, some of whose rows the line leaves out
     address: int  # of the plan
     work: int  # of one evaluation of a sample
     calls: Calls
 
     @staticmethod
-    def of(rows: Rows) -> "_Known":
+    def of(rows: Rows, A: Basis) -> "_Known":
         plan, line = Laid("plan", rows.plan), rows.line and Laid("line", rows.line)
         ends: dict[str, Tensor | None] = dict(rows.ends)
         found = Arrays("within", rows.plan.sizes, None).addresses(0, ends)
@@ -40,7 +41,15 @@ class _Known(NamedTuple):
         fixed = {"plan": plan.address, "line": line.address if line else 0}
         fixed |= {"equations": rows.equations} | {name: found[0][name] for name in ends}
         calls = Calls(rows.plan.sizes, **fixed)
-        return _Known(rows, (plan, line), plan.address, rows.plan.work, calls)
+        redundant = None if line is None or A.left_out is None else A
+        return _Known(rows, (plan, line), redundant, plan.address, rows.plan.work, calls)
+
+
+def _least(A: Basis, x: Tensor) -> Tensor:
+    """x, of all rows, with its first ones less what redundant equations make irrelevant."""
+    part = x[:, : A.map.shape[0]]
+    part.copy_(A.project(part.to(A.map.data.dtype)))
+    return x
 
 
 @final
@@ -66,9 +75,10 @@ class CpuWithin:
         if self._tried or self._wait > 0:
             return self._known
         self._tried = True
-        rows = make_rows(self._C, self._alone.basis_of(self._alone.map), self._activation)
+        A = self._alone.basis_of(self._alone.map)
+        rows = make_rows(self._C, A, self._activation)
         if rows is not None:
-            self._known = _Known.of(rows)
+            self._known = _Known.of(rows, A)
         return self._known
 
     def attempt(self, problem: Problem, rules: Rules) -> Outcome:
@@ -158,6 +168,8 @@ class CpuWithin:
         sides = problem.lower, problem.upper, *problem.bounds
         floor, ceiling = problem.bounds or (None, None)
         g_z, g_multipliers, g_u = grads
+        if known.redundant is not None and g_multipliers is not None:
+            g_multipliers = _least(known.redundant, g_multipliers.clone())
         arrays: Any = {
             "u": u,
             "multipliers": multipliers,
@@ -180,6 +192,8 @@ class CpuWithin:
         left = made["left"].fill_(True)
         call["rules"] = (self._given.get(dtype) or Given.of(USUAL, dtype)).values["rules"]
         count = run("pull", call, n * known.work).unsolved
+        if known.redundant is not None and "dlower" in made:
+            _least(known.redundant, made["dlower"])
         others = (made.get(name) for name in names[: len(sides)])
         return [made["dv"], None, *others], left, count
 

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from taut.autograd import lead
+from taut.autograd import is_transformed, lead
 from taut.maps import LinearMap
 from taut.outcome import Status
 from taut.problems.base import Problem
@@ -143,24 +143,24 @@ class Linear(Problem):
         self, multipliers: Tensor, u: Tensor, status: Tensor, grads: Any, needs: Any
     ) -> Any:
         # A failed sample has zero gradient, and nothing of it may reach its neighbours.
-        ok, dtype, held = (status == Status.CONVERGED).unsqueeze(-1), u.dtype, u.isinf()
-        blank = torch.zeros_like(multipliers, dtype=torch.bool)
+        ok, dtype, held = (status == Status.CONVERGED).unsqueeze(-1), u.dtype, _held(u)
+        free = ok if held is None else ok & ~held
         g_z, g_multipliers, g_u = (
-            torch.zeros_like(x, dtype=wide(x))
-            if g is None
-            else torch.where(ok & ~out, g, 0).to(wide(x))
-            for g, x, out in zip(grads, (u, multipliers, u), (held, blank, held), strict=True)
+            torch.zeros_like(x, dtype=wide(x)) if g is None else torch.where(own, g, 0).to(wide(x))
+            for g, x, own in zip(grads, (u, multipliers, u), (free, ok, free), strict=True)
         )
         multipliers, u = (torch.where(ok, x, 0).to(wide(x)) for x in (multipliers, u))
-        A, (w, z) = self._finite(), self._local(u)
+        A, (w, z) = self._finite(), self._local(u, held)
         whole = torch.is_grad_enabled()
         dv, s, _ = pull(w, A, None, g_z, g_u, g_multipliers, self.prepared, whole)
         dA = A.outer(multipliers, dv) - A.outer(s, z) if needs[1] else None
         return dv.to(dtype), None if dA is None else dA.to(self.data.dtype), s.to(dtype)
 
-    def _local(self, u: Tensor) -> tuple[Tensor, Tensor]:
+    def _local(self, u: Tensor, held: Tensor | None) -> tuple[Tensor, Tensor]:
         """σ'(u), which is 0 where an output is held at an end, and z."""
-        activation, held = self.prepared.activation, u.isinf()
+        activation = self.prepared.activation
+        if held is None:
+            return activation.slope(u), activation.output(u)
         free = torch.where(held, 0, u)
         w = torch.where(held, 0, activation.slope(free))
         return w, torch.where(held, activation.sigma(u.detach()), activation.output(free))
@@ -173,16 +173,17 @@ class Linear(Problem):
         dv, dA, db = tangents
         dtype = u.dtype
         multipliers, u = (torch.where(ok, x, 0).to(wide(x)) for x in (multipliers, u))
-        A, (w, z) = self._finite(), self._local(u)
+        held = _held(u)
+        A, (w, z) = self._finite(), self._local(u, held)
         du = torch.zeros_like(u) if dv is None else dv.to(u.dtype)
         rhs = torch.zeros_like(multipliers) if db is None else db.to(u.dtype)
         if dA is not None:
             change = self.prepared.map.over(dA.to(u.dtype))
             du, rhs = du + change.adjoint(multipliers), rhs - change.apply(z)
-        held = u.isinf()
-        du, rhs = torch.where(ok & ~held, du, 0), torch.where(ok, rhs, 0)
+        free = ok if held is None else ok & ~held
+        du, rhs = torch.where(free, du, 0), torch.where(ok, rhs, 0)
         dz, s, du = pull(w, A, None, du, torch.zeros_like(du), -rhs, self.prepared, True)
-        du = torch.where(held, 0, du)
+        du = du if held is None else torch.where(held, 0, du)
         return dz.to(dtype), torch.where(ok, -s, 0).to(dtype), du.to(dtype)
 
     def _finite(self) -> LinearMap:
@@ -191,3 +192,9 @@ class Linear(Problem):
         if not self.prepared.finite:
             data = torch.where(data.isfinite(), data, 0)
         return self.prepared.map.over(data)
+
+
+def _held(u: Tensor) -> Tensor | None:
+    """Which outputs are at an end of their range; None where none is, and one may look."""
+    held = u.isinf()
+    return held if is_transformed(u) or bool(held.any()) else None
