@@ -18,18 +18,36 @@ from taut.solvers.split import Split
 from taut.solvers.turned import Turned
 from taut.systems import wide
 
-Equations = Callable[[Linear], Outcome]
+#: Solves equations, in at most so many steps where it is torch that does.
+Equations = Callable[[Linear, int], Outcome]
 
 
 def inequalities(problem: Inequalities, rules: Rules, equations: Equations) -> Outcome:
     """A verdict on every sample. The equations alone are solved first, by `equations`:
 
-    where they satisfy the rest, that is the answer, with the bits that they have without it.
+    where they satisfy the rest, that is the answer, with the bits that they have without it. They
+    get a few steps; all of them, and then the rest once more, where nothing else decides.
     """
+    brief = min(rules.first, rules.max_iterations)
+    outcome, long = _answered(problem, rules, equations, brief)
+    open = (outcome.status == Status.MAX_ITERATIONS) | (outcome.status == Status.NONFINITE)
+    left = (long & open).nonzero().squeeze(-1)
+    if brief < rules.max_iterations and len(left):
+        again, _ = _answered(problem.take(left), rules, equations, rules.max_iterations)
+        again = replace(again, iterations=again.iterations + outcome.iterations[left])
+        outcome = outcome.write(left, again)
+    return replace(outcome, failed=int((outcome.status != Status.CONVERGED).sum()))
+
+
+def _answered(
+    problem: Inequalities, rules: Rules, equations: Equations, steps: int
+) -> tuple[Outcome, Bool[Tensor, "n"]]:
+    """The verdicts, and where the equations alone take more than these steps."""
     outcome = Outcome.open(problem.v, problem.lower.shape[-1])
+    long = torch.zeros_like(outcome.status, dtype=torch.bool)
     if not len(problem.v):
-        return outcome
-    outcome, start, held = _equations_first(problem, outcome, equations)
+        return outcome, long
+    outcome, start, held, long = _equations_first(problem, outcome, equations, steps)
     left = outcome.left()
     if len(left):
         part = problem.take(left)
@@ -45,7 +63,7 @@ def inequalities(problem: Inequalities, rules: Rules, equations: Equations) -> O
             ends = _Ends(held.given, held.given).take(again)
             found = _solved(part.take(again), ends, start, rules)
             outcome = outcome.write(left[again], found)
-    return replace(outcome, failed=int((outcome.status != Status.CONVERGED).sum()))
+    return outcome, long
 
 
 @final
@@ -84,13 +102,18 @@ class _Ends(NamedTuple):
 
 
 def _equations_first(
-    problem: Inequalities, outcome: Outcome, equations: Equations
-) -> tuple[Outcome, Tensor | None, _Ends]:
-    """What the equations alone decide; where to start with the rest; which outputs are held."""
+    problem: Inequalities, outcome: Outcome, equations: Equations, steps: int
+) -> tuple[Outcome, Tensor | None, _Ends, Bool[Tensor, "n"]]:
+    """What the equations alone decide; where to start with the rest; which outputs are held.
+
+    Last: where the equations are not decided within these steps.
+    """
     held = _Ends.of(problem)
     if problem.start is not None or not problem.equations:
-        return outcome, problem.start, held
-    first = equations(_alone(problem))
+        none = torch.zeros_like(outcome.status, dtype=torch.bool)
+        return outcome, problem.start, held, none
+    first = equations(_alone(problem), steps)
+    long = first.status == Status.MAX_ITERATIONS
     more = problem.lower.shape[-1] - problem.equations
     multipliers = torch.nn.functional.pad(first.multipliers, (0, more))
     sides = _sides(problem, _Ends(None, None))
@@ -104,7 +127,7 @@ def _equations_first(
     first = replace(first, multipliers=multipliers, residual=problem.largest_violation(first.z))
     outcome = outcome.write(index, first.take(index))
     usable = (first.status == Status.CONVERGED).unsqueeze(-1) & ~first.u.isinf().any(-1, True)
-    return outcome, multipliers.where(usable, 0), held
+    return outcome, multipliers.where(usable, 0), held, long
 
 
 def _alone(problem: Inequalities) -> Linear:

@@ -69,14 +69,19 @@ class Newton(Solver):
         return Rules(self.tol, self.max_iterations, self.dtype)
 
     def solve(self, problem: Problem) -> Outcome:
-        outcome = problem.prepared.backend.attempt(problem, self.rules)
-        if not outcome.failed:
-            return outcome
-        method = _METHODS[type(problem)]
-        if outcome.failed == len(outcome.status):
-            return method(problem, self.rules)
-        left = outcome.left()
-        return outcome.write(left, method(problem.take(left), self.rules))
+        return _solved(problem, self.rules, self.rules)
+
+
+def _solved(problem: Problem, rules: Rules, others: Rules) -> Outcome:
+    """By the backend, and by torch with its own rules."""
+    outcome = problem.prepared.backend.attempt(problem, rules)
+    if not outcome.failed:
+        return outcome
+    method = _METHODS[type(problem)]
+    if outcome.failed == len(outcome.status):
+        return method(problem, others)
+    left = outcome.left()
+    return outcome.write(left, method(problem.take(left), others))
 
 
 def equations(problem: Linear, rules: Rules) -> Outcome:
@@ -139,7 +144,10 @@ def _plainly(problem: Linear, rules: Rules) -> Outcome:
 
 
 def _inequalities(problem: Inequalities, rules: Rules) -> Outcome:
-    return inequalities(problem, rules, Newton(rules.tol, rules.max_iterations, rules.dtype).solve)
+    def alone(problem: Linear, steps: int) -> Outcome:
+        return _solved(problem, rules, replace(rules, max_iterations=steps))
+
+    return inequalities(problem, rules, alone)
 
 
 def _nonlinear(problem: Nonlinear, rules: Rules) -> Outcome:
