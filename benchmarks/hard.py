@@ -4,8 +4,9 @@
     python benchmarks/hard.py --alone
 
 `inside`: b is that of a z inside the range; `edge`: within 1e-7 of the edge of what can be reached;
-`outside`: beyond it. With --alone: what one hard sample among a thousand easy ones adds; and what
-inequality samples of at most ten outputs cost, each by itself, of those that fuzz.py draws.
+`outside`: beyond it; `masked`: inside, beside one output of each sample that v = −inf holds.
+With --alone: what one hard sample among a thousand easy ones adds; and what inequality samples of
+at most ten outputs cost, each by itself, of those that fuzz.py draws.
 """
 
 import argparse
@@ -29,7 +30,9 @@ def draw(name, size, samples, logits, target):
     image = torch.randn(samples, equations) @ A
     lower, upper = activation.range.bounds(v)
     far = torch.where(image > 0, upper, lower)
-    z = {"inside": z, "edge": far + 1e-7 * (z - far), "outside": far + 0.05 * image}[target]
+    if target == "masked":
+        v[:, 0], z[:, 0] = -torch.inf, lower
+    z = {"edge": far + 1e-7 * (z - far), "outside": far + 0.05 * image}.get(target, z)
     return v, taut.prepare(A, name), z @ A.mT
 
 
@@ -95,7 +98,8 @@ def main():
         beside_easy_ones(options.repeats)
         alone(options.blocks, 64)
         return
-    kinds = [(x, "inside") for x in (1.0, 1e2, 1e4, 1e6)] + [(1e4, "edge"), (1e4, "outside")]
+    kinds = [(x, "inside") for x in (1.0, 1e2, 1e4, 1e6)]
+    kinds += [(1e4, "edge"), (1e4, "outside"), (1.0, "masked")]
     for name in ("sigmoid", "tanh"):
         for size in SIZES:
             samples = options.samples if size[1] < 50 else options.samples // 8

@@ -18,6 +18,7 @@ from fuzzing.optimal import check_optimal
 from fuzzing.within import Within
 
 _MOST = 64  # samples
+_FEW = 20  # equations
 _SHARE = 0.15  # of the outputs, at each end
 Mask = NDArray[np.bool_]
 
@@ -73,6 +74,10 @@ def _held(block: Block | Within, n: int) -> tuple[Any, Mask, Mask]:
     least, most = _ends(few)
     draw = rng.random(few.v.shape)
     sane = (least <= most) & np.isfinite(few.v).all(1, keepdims=True)
+    # Of many equations beside hardly more free outputs, rounding decides.
+    I, K = few.A.shape[1:]
+    rank = np.minimum(draw, 1 - draw).argsort(1).argsort(1)
+    sane &= rank < (K if I <= _FEW else K - 1.25 * I)
     low = (draw < _SHARE) & np.isfinite(least) & sane
     high = (draw > 1 - _SHARE) & np.isfinite(most) & sane
     v = np.where(low, -np.inf, np.where(high, np.inf, few.v)).astype(block.dtype)

@@ -104,7 +104,7 @@ class Outcome:
     iterations: Int[Tensor, "N"]
     status: Int[Tensor, "N"]
     failed: int  # how many samples have not converged
-    held: bool = False  # are there outputs at an end of their range, with u = ±inf?
+    held: bool = False  # are there outputs at an end, or a bound, with u = ±inf?
 
     @staticmethod
     def open(v: Float[Tensor, "N K"], equations: int) -> "Outcome":
