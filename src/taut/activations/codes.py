@@ -1,7 +1,7 @@
 """σ as numbers, output by output: for backends, which know no Python functions."""
 
 import json
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -175,6 +175,7 @@ def is_line(activation: Activation) -> bool:
     return base.sigma is linear.sigma
 
 
+@lru_cache(maxsize=64)
 def bends(activation: Activation, outputs: int) -> Bool[Tensor, "K"] | None:
     """Which outputs have a σ that is another function some units of u further on.
 

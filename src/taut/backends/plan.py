@@ -99,8 +99,7 @@ def make_plan(basis: Basis, activation: Activation, every: bool = False) -> Plan
         "even": even,
         "faint": faint,
         "safe": SAFE,
-        "bending": bending(found, given),
-        "anchored": _anchored(a[:worked], found),
+        **bending(found, given, a[:worked]),
         "uniform": _uniform(found, given),
         "positive": activation.range.positive and bool((A >= 0).all()),
     }
@@ -146,17 +145,15 @@ def functions(
     return arrays | {"plain": plain.to(torch.int8)}
 
 
-def bending(found: dict[str, Tensor], given: int) -> int:
-    """How many outputs bend."""
-    return int(found["bends"].sum()) if "bends" in found else given
-
-
-def _anchored(a: Float[Tensor, "kept outputs"], found: dict[str, Tensor]) -> bool:
-    """Has every combination of equations outputs that do not bend?"""
+def bending(found: dict[str, Tensor], given: int, a: Tensor | None = None) -> dict[str, Any]:
+    """How many outputs bend, and whether the rows `a` are independent in the others alone."""
     if "bends" not in found:
-        return False
-    even = (1 - found["bends"]).to(a.dtype).unsqueeze(0)
-    return bool(independent(as_map(a), even, (a == 0).all(-1)))
+        return {"bending": given, "anchored": False}
+    sizes = {"bending": int(found["bends"].sum()), "anchored": False}
+    if a is not None:
+        even = (1 - found["bends"]).to(a.dtype).unsqueeze(0)
+        sizes["anchored"] = bool(independent(as_map(a), even, (a == 0).all(-1)))
+    return sizes
 
 
 def _uniform(found: dict[str, Tensor], given: int) -> int:

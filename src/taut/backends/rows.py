@@ -67,8 +67,7 @@ def make_rows(C: Basis, A: Basis, activation: Activation) -> Rows | None:
         "faint": FAINT,
         "safe": SAFE,
         "positive": False,
-        "bending": bending(known, given),
-        "anchored": False,
+        **bending(known, given),
         "uniform": -1,
     }
     plan = Plan(sizes, {name: x.contiguous() for name, x in arrays.items()})
