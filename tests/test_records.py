@@ -21,12 +21,12 @@ ATTRIBUTES = (
 
 
 def by_data(x):
-    (x if x.layout is torch.strided else x._values()).data.mul_(-3.0).sub_(1.5)
+    (x if x.layout is torch.strided else x.coalesce().values()).data.mul_(-3.0).sub_(1.5)
 
 
 def by_numpy(x):
     """torch shares the memory of a dense tensor with NumPy."""
-    numbers = (x if x.layout is torch.strided else x._values()).detach().numpy()
+    numbers = (x if x.layout is torch.strided else x.coalesce().values()).detach().numpy()
     numbers *= -3.0
     numbers -= 1.5
 
@@ -228,7 +228,9 @@ def write_numbers(A, way):
     elif hasattr(A, "tocoo"):
         A.data *= 2.0
     elif A.layout is torch.sparse_csr or A.layout is torch.sparse_coo:
-        values = A.values().detach() if A.layout is torch.sparse_csr else A._values().detach()
+        values = (
+            A.values().detach() if A.layout is torch.sparse_csr else A.coalesce().values().detach()
+        )
         if way == "numpy":
             values.numpy()[:] *= 2.0
         else:

@@ -89,17 +89,7 @@ class Projection(nn.Module):
         given: dict[str, Any] = {"A": A, "G": G, "b": b, "lower": lower, "upper": upper}
         for name, x in given.items():
             if x is not None:
-                floating = as_floating(name, x, dtype, device)
-                if not isinstance(x, nn.Parameter):
-                    if floating.requires_grad:
-                        raise ValueError(
-                            f"{name} requires a gradient, and a layer learns parameters only: give "
-                            f"it nn.Parameter({name}), or {name}.detach(), or pass {name} in each "
-                            "call to taut.project."
-                        )
-                    x = floating.detach().clone()
-                elif floating is not x:  # it was half precision, and is learned all the same
-                    x = nn.Parameter(floating.detach(), x.requires_grad)
+                x = _held(name, x, dtype, device)
                 given[name], dtype, device = x, x.dtype, x.device
         for name, side in (("A", given["b"]), ("G", None)):
             if given[name] is not None:
@@ -325,3 +315,18 @@ def _same(known: Tensor, A: Tensor) -> bool:
     same = torch.equal(before.pattern.columns, now.pattern.columns)  # pyright: ignore
     same = same and torch.equal(before.pattern.rows, now.pattern.rows)  # pyright: ignore
     return same and torch.equal(before.data, now.data)
+
+
+def _held(name: str, x: Any, dtype: Any, device: Any) -> Tensor:
+    """A tensor as a layer holds it: its own copy, or the parameter that it learns."""
+    floating = as_floating(name, x, dtype, device)
+    if isinstance(x, nn.Parameter):
+        # Half precision becomes float32, and is learned all the same.
+        return x if floating is x else nn.Parameter(floating.detach(), x.requires_grad)
+    if floating.requires_grad:
+        raise ValueError(
+            f"{name} requires a gradient, and a layer learns parameters only: give it "
+            f"nn.Parameter({name}), or {name}.detach(), or pass {name} in each call to "
+            "taut.project."
+        )
+    return floating.detach().clone()

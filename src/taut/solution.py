@@ -141,9 +141,10 @@ class Solution:
 
     @property
     def condition(self) -> Float[Tensor, "*batch"]:
-        """The condition number of A's rows, scaled to length 1, as estimated; NaN for a sparse A.
+        """The condition number of A's rows, scaled to length 1, as estimated.
 
-        Rounding moves z by about `condition`·eps, the multipliers by up to `condition`²·eps.
+        NaN for a sparse A of more than 2,048 rows. Rounding moves z by about `condition`·eps, the
+        multipliers by up to `condition`²·eps.
         """
         if self._condition is not None:
             return self._condition
@@ -187,10 +188,7 @@ for _name in ("neg", "abs", "len", "getitem", "lt", "le", "gt", "ge", "array"):
 
 def versions(tensors: tuple[Tensor, ...]) -> tuple[Any, ...]:
     """Counters that torch raises with every write to a tensor; it keeps none in inference mode."""
-    try:
-        return tuple(map(_VERSION, tensors))
-    except RuntimeError:
-        return tuple(None if x.is_inference() else x._version for x in tensors)
+    return tuple(None if x.is_inference() else x._version for x in tensors)
 
 
 def _written(solution: Solution) -> list[str]:
@@ -198,7 +196,11 @@ def _written(solution: Solution) -> list[str]:
     if not solution._versions:
         return []  # compiled code has copies
     problem = solution._problem
-    now = versions((*problem.inputs, *_found(solution._outcome)))
+    tensors = *problem.inputs, *_found(solution._outcome)
+    try:
+        now = tuple(map(_VERSION, tensors))
+    except RuntimeError:
+        now = versions(tensors)
     if now == solution._versions:
         return []
     names = zip((*problem.named, *_FOUND), solution._versions, now, strict=True)
@@ -213,6 +215,8 @@ def check_unwritten(
     The loss reads all inputs, and all that was found but the residual.
     """
     changed = _written(solution)
+    if not changed:
+        return
     changed = [name for name in changed if (name != "residual" if of is None else name in of)]
     if changed:
         raise ValueError(

@@ -37,7 +37,7 @@ class One:
         known = functions(activation, K, two)
         if known is None:
             return None
-        sizes = {"outputs": len(known["kind"]), "given": K, "bending": bending(known, K)}
+        sizes = {"outputs": len(known["kind"]), "given": K, **bending(known, K)}
         more = (0, sizes["outputs"] - K)
         plan = Plan(sizes, known | {"first": pad(two[0], more), "second": pad(two[1], more)})
         return One(plan, Given.of(rules, torch.float64), even)

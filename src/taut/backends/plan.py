@@ -59,13 +59,13 @@ def make_plan(basis: Basis, activation: Activation, every: bool = False) -> Plan
     if found is None:
         return None
     out = None if every else basis.left_out
-    kept = torch.ones(constraints, dtype=torch.bool, device="cpu") if out is None else ~out
+    kept = torch.ones_like(A[:, 0], dtype=torch.bool) if out is None else ~out
     sparse = mostly_zeros(A)
     order, first, worked = _ordered(A, kept, sparse)
     a = matrix(A, order, len(found["kind"]))
     absolute = a.abs()
-    arrays = found | {"order": order, "a": a, "absolute": absolute, "sizes": absolute.sum(-1)}
-    arrays["largest"] = absolute.amax(-1)
+    arrays = found | {"order": order, "a": a, "absolute": absolute}
+    arrays |= {"sizes": absolute.sum(-1), "largest": absolute.amax(-1)}
     ends = (pad(x.expand(given), (0, a.shape[1] - given)) for x in activation.range.bounds(A))
     arrays |= reach(as_map(a), *ends)._asdict()
     if sparse:
@@ -73,21 +73,16 @@ def make_plan(basis: Basis, activation: Activation, every: bool = False) -> Plan
     w = found["scale"] / found["temperature"]
     c = basis.condition.item()
     even = EVEN * c**2 if c < CONDITION else torch.inf
-    ones = torch.ones_like(w)
-    inverses = {
-        "flat": torch.linalg.pinv(a[:worked] @ a[:worked].mT)
-        if every
-        else _inverse(a[:worked], ones)
-    }
+    invert = _pseudoinverse if every else _inverse
+    inverses = {"flat": invert(a[:worked], torch.ones_like(w))}
     faint = FAINT
     if not every and is_line(activation) and bool(w[:given].amin() >= even * w[:given].amax()):
         inverses["inverse"] = _inverse(a[:worked], w)
         faint = max(faint, _FAINT_BY_INVERSE * _squared_condition(a[:worked], w))
     if not all(bool(inverse.isfinite().all()) for inverse in inverses.values()):
         return None
-    single = {}
-    if not sparse and not every and "inverse" not in inverses:
-        single = _single(a[:, :given], order[:worked], inverses["flat"], c)
+    plain = not sparse and not every and "inverse" not in inverses
+    single = _single(a[:, :given], order[:worked], inverses["flat"], c) if plain else {}
     sizes = {
         "worked": len(single["lines"]) if single else 0,
         "outputs": a.shape[1],

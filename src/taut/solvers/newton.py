@@ -69,19 +69,17 @@ class Newton(Solver):
         return Rules(self.tol, self.max_iterations, self.dtype)
 
     def solve(self, problem: Problem) -> Outcome:
-        return _solved(problem, self.rules, self.rules)
+        outcome = problem.prepared.backend.attempt(problem, self.rules)
+        return _finished(problem, outcome, self.rules) if outcome.failed else outcome
 
 
-def _solved(problem: Problem, rules: Rules, others: Rules) -> Outcome:
-    """By the backend, and by torch with its own rules."""
-    outcome = problem.prepared.backend.attempt(problem, rules)
-    if not outcome.failed:
-        return outcome
+def _finished(problem: Problem, outcome: Outcome, rules: Rules) -> Outcome:
+    """What the backend has left open, by torch."""
     method = _METHODS[type(problem)]
     if outcome.failed == len(outcome.status):
-        return method(problem, others)
+        return method(problem, rules)
     left = outcome.left()
-    return outcome.write(left, method(problem.take(left), others))
+    return outcome.write(left, method(problem.take(left), rules))
 
 
 def equations(problem: Linear, rules: Rules) -> Outcome:
@@ -145,7 +143,9 @@ def _plainly(problem: Linear, rules: Rules) -> Outcome:
 
 def _inequalities(problem: Inequalities, rules: Rules) -> Outcome:
     def alone(problem: Linear, steps: int) -> Outcome:
-        return _solved(problem, rules, replace(rules, max_iterations=steps))
+        outcome = problem.prepared.backend.attempt(problem, rules)
+        fewer = replace(rules, max_iterations=steps)
+        return _finished(problem, outcome, fewer) if outcome.failed else outcome
 
     return inequalities(problem, rules, alone)
 

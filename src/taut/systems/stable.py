@@ -136,14 +136,15 @@ def solve_stably(
         rebased = rebase(own, weights, out)
         length = metric if metric is None or len(metric) == 1 else metric[block]
         given = g_z[block], g_u[block], g_ν[block]
-        found.append(_solve_least(own, rebased, weights, given, length))
+        found.append(solve_least(own, rebased, weights, given, length))
     return Pulled(*(torch.cat(parts) for parts in zip(*found, strict=True)))
 
 
-def _solve_least(
+def solve_least(
     A: Tensor, rebased: Rebased, w: Tensor, given: tuple[Tensor, ...], metric: Tensor | None
 ) -> Pulled:
-    found = _solve(rebased, w, *given)
+    """`solve_rebased`, with the least s where equations depend on each other."""
+    found = solve_rebased(rebased, w, *given)
     index = rebased.lost.any(-1).nonzero().squeeze(-1)
     if not len(index):
         return found
@@ -157,11 +158,11 @@ def _solve_least(
     # Outputs with slope 0 ask for A g_u; what is possible of it and of g_ν is (R F)⁺R g.
     still = w == 0
     g = g_ν + _times(A, torch.where(still, g_u, 0))
-    g = _solve(folded, one, _times(metric, g), zero, zero).s
+    g = solve_rebased(folded, one, _times(metric, g), zero, zero).s
     moving = rebased._replace(T=rebased.T.masked_fill(still.unsqueeze(1), 0))
-    x, s, t = _solve(moving, w, g_z, g_u, g)
+    x, s, t = solve_rebased(moving, w, g_z, g_u, g)
     # The least s is Rᵀ(R F)ᵀ⁺s. It is another one for outputs with slope 0.
-    s = -_times(metric.mT, _solve(folded, one, zero, zero, s).x)
+    s = -_times(metric.mT, solve_rebased(folded, one, zero, zero, s).x)
     t = torch.where(still, g_z - _times(A.mT, s), t)
     return Pulled(*(y.index_copy(0, index, z) for y, z in zip(found, (x, s, t), strict=True)))
 
@@ -177,7 +178,8 @@ def _folded(rebased: Rebased, outputs: int, metric: Tensor) -> Rebased:
     return rebase(fold.mT, torch.ones_like(fold[:, 0]), ~kept)
 
 
-def _solve(rebased: Rebased, w: Tensor, g_z: Tensor, g_u: Tensor, g_ν: Tensor) -> Pulled:
+def solve_rebased(rebased: Rebased, w: Tensor, g_z: Tensor, g_u: Tensor, g_ν: Tensor) -> Pulled:
+    """x, s and t in the basis of the heaviest columns; s is 0 where a row has no pivot."""
     T, E, place, _ = rebased
     K = w.shape[-1]
     unused = place == K  # rows without a pivot
