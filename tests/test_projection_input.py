@@ -142,7 +142,7 @@ SHARES = r"\"exp\" with Σz = 1: project\(v, torch\.ones\(1, K\)"
         *((name, SHARES) for name in ("softmax", torch.softmax, torch.nn.Softmax(-1))),
         ("srelu", "Did you mean 'srlu'"),
     ],
-    ids=str,
+    ids=lambda x: getattr(x, "__name__", str(x)),
 )
 def test_activations_of_other_libraries_are_told(activation, match):
     with pytest.raises((TypeError, ValueError), match=match) as caught:
