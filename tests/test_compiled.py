@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import taut
-from tables import SHAPES, K, apply, each_activation, problem, shared_or_own
+from tables import ALL, SHAPES, K, apply, each_activation, problem, shared_or_own
 from taut import Projection, compiled as ops, project
 from taut.activations import exp, sigmoid
 from taut.activations.codes import spelled
@@ -130,6 +130,18 @@ def test_the_ops_where_samples_fail_or_are_held(name):
         b[1] = {"opposite ends": -1.0, "infeasible": 1e9, "not finite": torch.nan}[name]
     tensors |= {"v": v.requires_grad_(), "b": b.requires_grad_()}
     assert_same(everything(tensors, "exp", y, by_ops, loss_by_ops), everything(tensors, "exp", y))
+
+
+@pytest.mark.parametrize("name", ["linear", "srlu", "exp", "mixed"])
+def test_the_ops_where_bounds_hold_outputs(name):
+    activation = ALL[name]
+    tensors, y = given("bounds", activation)
+    v = tensors["v"].detach().clone()
+    v[2, 1], v[4, 0], v[4, 3] = -torch.inf, torch.inf, -torch.inf
+    tensors["v"] = v.requires_grad_()
+    expected = everything(tensors, activation, y)
+    assert_same(everything(tensors, activation, y, by_ops, loss_by_ops), expected)
+    assert (expected[4][[2, 4]] <= taut.Status.INFEASIBLE).all() and (expected[4] == 0).any()
 
 
 def test_what_ops_raise_and_warn_of():

@@ -211,7 +211,7 @@ class Recorder:
         """What every solve is told of its dtype."""
         kind = torch.finfo(self.dtype)
         rules = {name: getattr(RULES, name)(self.dtype) for name in ("target", "share", "cap")}
-        return rules | {"huge": kind.max, "slack": slack(kind.eps)}
+        return rules | {"huge": kind.max, "slack": slack(kind.eps), "held": 0}
 
     def firmly(self, v: Tensor, b: Tensor, start: Tensor | None, limit: int) -> bool:
         """Are all solved whatever rounding does? A step that leaves one is left whole."""

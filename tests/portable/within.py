@@ -109,7 +109,7 @@ class Recorder:
         sides = {name: getattr(given, name) for name in ("v", "lower", "upper", "floor", "ceiling")}
         numbers = {"begun": 0, "limit": self.rules.first, "inner": 60, "target": 8 * EPS}
         numbers |= {"cap": self.rules.cap(dtype), "slack": slack(torch.finfo(dtype).eps)}
-        numbers["huge"] = torch.finfo(dtype).max
+        numbers |= {"huge": torch.finfo(dtype).max, "held": 0}
         found = {"multipliers": self.empty(rows), "u": self.empty(K), "z": self.empty(K)}
         found |= {"residual": self.empty(), "iterations": torch.full((n,), -1)}
         found["status"] = torch.full((n,), -1)
