@@ -1,4 +1,4 @@
-"""The other ways in: half precision, autocast, infinite v, predictions, targets.
+"""The other ways in: half precision, autocast, infinite v, predictions, targets, later writes.
 
 Each takes a few samples of a block and must give what the front door gives, or what it promises.
 """
@@ -17,6 +17,7 @@ from fuzzing.checks import breaks_the_rule
 from fuzzing.proofs import exact_proof
 
 _MOST = 32  # samples
+_SAID = ("z", "multipliers", "u", "residual", "status", "active", "radius", "condition")
 Failures = Iterator[tuple[int, str]]
 
 
@@ -27,7 +28,8 @@ def check_doors(block: Block) -> list[tuple[int, str]]:
         return []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", (taut.ConditionWarning, taut.FailureWarning))
-        return [*_half(few), *_autocast(few), *_held(few), *_predictions(few), *_targets(few)]
+        found = [*_half(few), *_autocast(few), *_held(few), *_predictions(few), *_targets(few)]
+        return [*found, *_recorded(few), *_prepared(few)]
 
 
 def _few(block: Block) -> Block:
@@ -129,3 +131,30 @@ def _targets(block: Block) -> Failures:
     except ValueError:
         return
     yield row, "a target outside the range raises"
+
+
+def _recorded(block: Block) -> Failures:
+    """What a solution says is fixed, whatever is written to its inputs afterwards."""
+    given = block.tensors()
+    if block.number % 2:
+        given["lower"] = torch.from_numpy(block.truth.astype(block.dtype)) - 0.5
+    right = block.project({name: None if x is None else x.clone() for name, x in given.items()})
+    solution = block.project(given)
+    for x in given.values():
+        if x is not None:
+            x.numpy().fill(np.nan)
+    for name in _SAID:
+        found, said = getattr(solution, name), getattr(right, name)
+        differ = (found != said) & ~(found.isnan() & said.isnan())
+        differ = differ.reshape(len(block), -1).any(-1)
+        yield from _named(differ, f"later writes to the inputs do not change {name}")
+
+
+def _prepared(block: Block) -> Failures:
+    """A write to A does not reach what was prepared of it."""
+    given = block.tensors()
+    prepared = taut.prepare(given["A"], block.law.activation)
+    before = block.project({**given, "A": prepared})
+    given["A"].numpy().fill(np.nan)
+    after = block.project({**given, "A": prepared})
+    yield from _named(_differ(before, after), "a write to A does not reach what was prepared")
