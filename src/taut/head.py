@@ -74,8 +74,14 @@ class LagrangeHead(nn.Module):
     def predictor(
         self, v: Float[Tensor, "*batch K"], multipliers: Float[Tensor, "*batch multipliers"]
     ) -> Float[Tensor, "*batch K"]:
-        """u = v + Aᵀλ + Gᵀν; σ(u) is the output, `bregman_loss(u, y, activation)` the loss."""
-        return v + stacked(self.A, self.G).adjoint(multipliers)
+        """u = v + Aᵀλ + Gᵀν; σ(u) is the output, `bregman_loss(u, y, activation)` the loss.
+
+        In half precision the terms are summed in float32.
+        """
+        A, G = as_floating("A", self.A, None), self.G
+        G = None if G is None else as_floating("G", G, None)
+        v, multipliers = as_floating("v", v, None), as_floating("multipliers", multipliers, None)
+        return v + stacked(A, G).adjoint(multipliers)
 
 
 def _matrix(name: str, x: Any, beside: Tensor | None = None) -> Tensor:

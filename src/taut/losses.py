@@ -51,7 +51,7 @@ def matched_loss(
             f"matched_loss needs a Solution; got {type(solution).__name__}. Use layer.solve(v, b) "
             "instead of layer(v, b), or what taut.project returns."
         )
-    if not isinstance(y, Tensor):
+    if not isinstance(y, Tensor) or y.dtype.is_complex:
         y = as_floating("y", y, solution.z.dtype, solution.z.device)
     if y.shape != solution.z.shape:
         raise _misshapen(y, solution.z.shape, "solution.z")
@@ -90,12 +90,17 @@ def bregman_loss(
 ) -> Float[Tensor, "*rest"]:
     """B(y‖σ(u)) of any linear predictor u: what jointly trained or predicted multipliers use.
 
+    In the dtype of u; in float32 where that is half precision.
+
     >>> u, y = torch.tensor([0.3, -1.0]), torch.tensor([1.0, 0.0])
     >>> loss = bregman_loss(u, y, "sigmoid")
     >>> bce = torch.nn.functional.binary_cross_entropy_with_logits(u, y, reduction="sum")
     >>> torch.testing.assert_close(loss, bce)
     """
     check_followed()
+    u = as_floating("u", u, None)
+    if not isinstance(y, Tensor) or y.dtype.is_complex:
+        y = as_floating("y", y, u.dtype, u.device)
     if y.shape != u.shape:
         raise _misshapen(y, u.shape, "u")
     activation, y = resolve(activation), y.to(u.dtype)

@@ -25,7 +25,15 @@ def fitted(v: Any, A: Any, b: Any, init: Any) -> tuple[Tensor, Tensor, Tensor, T
             and dtype is A.dtype is b.dtype
             and dtype in FLOATS
             and device == A.device == b.device
-            and (init is None or (init.ndim == 2 and init.shape == shape and init.device == device))
+            and (
+                init is None
+                or (
+                    init.ndim == 2
+                    and init.shape == shape
+                    and init.dtype is dtype
+                    and init.device == device
+                )
+            )
         ):
             return v, A, b, init  # plainly a batch with one A; asked first, as training asks often
     v = _outputs(v)

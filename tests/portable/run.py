@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).resolve().parents[2]
 HERE, CSRC = ROOT / "tests/portable", ROOT / "src/taut/backends/csrc"
 KERNEL_TESTS = ("tests/test_backends.py", "tests/test_backends_cpu.py", "tests/test_laws.py")
+KERNEL_TESTS += ("tests/test_backends_within.py", "tests/test_layouts.py")
 FLAGS = ["-std=gnu11", "-Wno-psabi", "-fno-math-errno", "-fno-trapping-math"]  # as in setup.py
 STRICT = ["-Wall", "-Wextra", "-Werror"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-g"]

@@ -128,7 +128,7 @@ class Arrays:
         #: What a tensor must be: its dtypes; how many bytes it has for each of what; whether C
         #: writes to it; the bits of its address that are 0; and, where samples may lie apart, which
         #: field says how far, and shape and strides of one.
-        self._fields: dict[str, tuple[Any, int, str, bool, int, tuple[Any, ...]]] = {}
+        self.fields: dict[str, tuple[Any, int, str, bool, int, tuple[Any, ...]]] = {}
         #: The columns of a new one, or None; and its dtype, where that is not the call's.
         self._new: dict[str, tuple[int | None, torch.dtype | None]] = {}
         for part in parts:
@@ -146,7 +146,7 @@ class Arrays:
                     strides = tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
                     apart = _STRIDES[part, field], shape, strides
                     self._blank[apart[0]] = size  # how far where nothing lies between
-                self._fields[field] = dtypes, size * unit, per, written, unit - 1, apart
+                self.fields[field] = dtypes, size * unit, per, written, unit - 1, apart
                 new = size if shape else None, _OTHERS.get(field)
                 self._new[field] = kinds.setdefault(new, new)
 
@@ -159,7 +159,7 @@ class Arrays:
         of what does not lie in one piece takes its place there. The first one given has the dtype
         of the call.
         """
-        call, fields, new = self._blank.copy(), self._fields, []
+        call, fields, new = self._blank.copy(), self.fields, []
         call["samples"] = call["unsolved"] = n
         like, kind, x = _NOTHING
         try:
