@@ -29,6 +29,7 @@ LOGITS = ("≤10", "≤60", "≤1000", "≤1e6")
 _WORK = 6e7  # multiplications in one Hessian of the whole block
 _MEMORY = 3e6  # entries of A
 MOST = 2048  # samples of a block
+_TABLES = 16  # one block in so many has the margins of a table
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,10 @@ def make_block(seed: int, number: int, most: int = MOST) -> Block:
     n = int(min(most, max(8, _WORK / (1 + I * I * K + 500 * I))))
     n = n if shared else int(min(n, max(8, _MEMORY / (1 + I * K))))
     wide = dtype is np.float64
-    matrices = draw_matrices(rng, 1 if shared else n, I, K, _facing(rng, law), wide)
+    facing = _facing(rng, law)
+    matrices = draw_matrices(
+        rng, 1 if shared else n, I, K, facing, wide, tables=number % _TABLES == 5
+    )
     A = matrices.A.astype(dtype)
     target = _draw_targets(rng, n, law, matrices)
     v, logits = draw_logits(rng, n, law, dtype)

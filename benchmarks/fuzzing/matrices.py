@@ -10,14 +10,13 @@ from fuzzing.laws import Rng
 Array = NDArray[np.float64]
 
 KINDS = {
-    "dense": 0.20,  # normal entries
-    "whole": 0.12,  # −1, 0, 1: incidences and sums; A z* is then often exact
+    "dense": 0.25,  # normal entries
+    "whole": 0.15,  # −1, 0, 1: incidences and sums; A z* is then often exact
     "scaled": 0.12,  # rows up to 1e8 apart
     "extreme": 0.06,  # rows up to 1e300 apart, 1e30 in float32
     "units": 0.10,  # columns up to 1e8 apart: outputs in kilograms and in tons
     "balances": 0.07,  # as much in as out, of large flows and of traces; b is often 0
     "conditioned": 0.10,  # singular values up to 1e8 apart
-    "margins": 0.08,  # sums over the rows and the columns of a table, all of them or all but one
     "redundant": 0.15,  # rows that are combinations of others, copies or zero
 }
 
@@ -44,11 +43,13 @@ def draw_matrices(
     facing: NDArray[np.int8] | None,
     wide: bool,
     without: tuple[str, ...] = (),
+    tables: bool = False,
 ) -> Matrices:
     """n random (I, K) matrices. `facing` (K,) asks for a first row with these signs (0: zero).
 
     Such a row gives half-infinite ranges an edge that b can be put at or beyond. `wide` says that
-    the numbers are of float64, `without` are kinds that are not wanted.
+    the numbers are of float64, `without` are kinds that are not wanted. With `tables` they are
+    margins, where there are outputs enough.
     """
     shares = np.array([0.0 if kind in without else share for kind, share in KINDS.items()])
     kind = str(rng.choice(list(KINDS), p=shares / shares.sum()))
@@ -60,7 +61,7 @@ def draw_matrices(
         return Matrices(kind, _conditioned(rng, n, I, K), None, -1)
     if kind == "balances" and K > 1:
         return Matrices(kind, _balances(n, min(I, K // 2), I, K), None, -1)
-    if kind == "margins" and I > 2 and K >= (I // 2) * ((I + 1) // 2 + 1):
+    if tables and I > 2 and K >= (I // 2) * ((I + 1) // 2 + 1):
         return _margins(rng, n, I, K)
     A = _whole(rng, n, I, K) if kind == "whole" else rng.normal(size=(n, I, K))
     cone = _face(A, facing)
