@@ -11,7 +11,7 @@ from taut.certificate import rays, reach_of_proof
 from taut.outcome import Status
 from taut.solvers.arc import Found, newton
 from taut.solvers.interior import LOOKS, interior
-from taut.solvers.sides import Point, Sides
+from taut.solvers.sides import EPS, Point, Sides
 
 _INNER, _POLISH, _LAST = 100, 20, 150  # steps of each part, at most
 _ROUNDS = 3  # of the last part, where it is compiled
@@ -142,7 +142,7 @@ class _Work:
                 if not len(left):
                     return
                 ν = ends[left, place] = self.found.point.multipliers[index[left]]
-        self.prove(index[left], ends[left])
+        self.prove(index[left], ends[left], clear=False)
 
     def _newton(self, index: Tensor, start: Tensor | None, steps: int) -> Bool[Tensor, "n"]:
         """Damped steps; which of these samples they leave open."""
@@ -151,14 +151,21 @@ class _Work:
         self.renew(index, part)
         return part.status < 0
 
-    def prove(self, index: Tensor, multipliers: Float[Tensor, "n tries M"]) -> Tensor:
-        """Which of the samples at `index` are infeasible; writes the verdict and its proof."""
+    def prove(
+        self, index: Tensor, multipliers: Float[Tensor, "n tries M"], clear: bool = True
+    ) -> Tensor:
+        """Which of the samples at `index` are infeasible; writes the verdict and its proof.
+
+        Where more may still be tried a proof must be `clear`: sides that disagree by rounding alone
+        may have a solution to rounding.
+        """
         n, tries, _ = multipliers.shape
         M, K = self.sides.C.shape
         best, proof = self.need.new_full((n,), -1.0), torch.zeros_like(multipliers[:, 0])
         for some in multipliers.split(max(1, _ROOM // (n * M * K)), 1):
             tries = some.shape[1]
-            found, told = self._proofs(index.repeat_interleave(tries), some.flatten(0, 1))
+            each = index.repeat_interleave(tries)
+            found, told = self._proofs(each, some.flatten(0, 1), clear)
             reach, which = found.unflatten(0, (n, tries)).max(-1)
             told = told.unflatten(0, (n, tries)).take_along_dim(which[:, None, None], 1).squeeze(1)
             proof = torch.where((reach > best).unsqueeze(-1), told, proof)
@@ -169,13 +176,16 @@ class _Work:
         self.found.status.index_fill_(0, at, int(Status.INFEASIBLE))
         return done
 
-    def _proofs(self, index: Tensor, multipliers: Tensor) -> tuple[Tensor, Tensor]:
+    def _proofs(self, index: Tensor, multipliers: Tensor, clear: bool) -> tuple[Tensor, Tensor]:
         """How far the best proof goes that each ν leads to, −1 where there is none; and that."""
         sides, need = self.sides.take(index), self.need[index]
         best, proof = torch.full_like(need, -1.0), torch.zeros_like(multipliers)
-        ends = sides.ends()
+        ends, lower, upper = sides.ends(), sides.lower, sides.upper
+        if clear:  # by more than the rounding of sums of numbers like those given
+            terms = sides.C.abs().apply(torch.ones_like(sides.v)) * need.unsqueeze(-1) / _FAR
+            lower, upper = lower - 8 * EPS * terms, upper + 8 * EPS * terms
         for some in rays(multipliers, sides.C, *ends):
-            rough = reach_of_proof(some, sides.C, sides.lower, sides.upper, *ends, safe=False)
+            rough = reach_of_proof(some, sides.C, lower, upper, *ends, safe=False)
             if sides.C.iterative and not bool((rough > 0).any()):
                 break  # to refine it takes long, and there is nothing in it
             for ray, likely in zip(some, rough >= need, strict=True):
