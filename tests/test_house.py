@@ -80,6 +80,20 @@ def test_imports_go_one_way(path):
         assert storey(name) <= own, f"{path.name} imports {name}"
 
 
+def test_c_gets_addresses_from_one_place():
+    """It checks dtype, size, layout and device; `memo` compares addresses, and reads none."""
+    found = {
+        str(path.relative_to(PACKAGE).as_posix())
+        for path in FILES
+        if any(
+            isinstance(node, ast.Attribute)
+            and node.attr in ("data_ptr", "untyped_storage", "ctypes")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        )
+    }
+    assert found == {"backends/arrays.py", "compiled/memo.py"}
+
+
 def test_the_core_needs_torch_and_jaxtyping_only():
     """Everything else that can be imported here is forbidden, and it still imports."""
     code = """

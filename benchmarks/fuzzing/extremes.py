@@ -77,14 +77,16 @@ def _candidates(draws: np.random.Generator, C: Array) -> Array:
 
 def _claims(problem: dict[str, Any], candidates: Array) -> list[tuple[Array, float]]:
     """What `is_certificate` says is proven: multipliers, and how far."""
-    given = {name: torch.from_numpy(x) for name, x in problem["given"].items()}
-    A, b = given.pop("A", None), given.pop("b", None)
+    dense = {name: torch.from_numpy(x) for name, x in problem["given"].items()}
+    sparse = {name: x.to_sparse() if name in "AG" else x for name, x in dense.items()}
     claims = []
-    for radius in (np.inf, 1e300, 1.0):
-        proven = taut.is_certificate(
-            torch.from_numpy(candidates), A, b, problem["name"], **given, radius=radius
-        )
-        claims += [(x, radius) for x in candidates[proven.expand(len(candidates)).numpy()]]
+    for given in (dense, sparse):
+        A, b = given.pop("A", None), given.pop("b", None)
+        for radius in (np.inf, 1e300, 1.0):
+            proven = taut.is_certificate(
+                torch.from_numpy(candidates), A, b, problem["name"], **given, radius=radius
+            )
+            claims += [(x, radius) for x in candidates[proven.expand(len(candidates)).numpy()]]
     return claims
 
 

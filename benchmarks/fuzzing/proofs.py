@@ -84,26 +84,26 @@ def exact_proof(multipliers: Array, A: Array, b: Array, least: Array, most: Arra
 
 
 def exact_claim(multipliers: Array, C: Array, sides: tuple, ends: tuple, radius: float) -> bool:
-    """Σ side ν > Σ sup{(Cᵀν)_k z} in rational numbers; for |z| ≤ radius where z has no end."""
+    """Σ side ν > Σ sup{(Cᵀν)_k z : least ≤ z ≤ most, |z| ≤ radius} in rational numbers."""
     if not np.isfinite(multipliers).all() or not np.isfinite(C).all():
         return False
+    least, most = np.maximum(ends[0], -radius), np.minimum(ends[1], radius)
+    if (least > most).any():
+        return True
     weights = [Fraction(float(x)) for x in multipliers]
-    gain, slope = Fraction(), Fraction()
+    gain = Fraction()
     for w, lower, upper in zip(weights, *sides, strict=True):
         side = float(lower if w > 0 else upper)
         if w != 0 and not math.isfinite(side):
             return False
         gain += w * Fraction(side) if w != 0 else 0
-    for column, lower, upper in zip(C.T, *ends, strict=True):
+    for column, lower, upper in zip(C.T, least, most, strict=True):
         y = sum((w * Fraction(float(a)) for w, a in zip(weights, column, strict=True)), Fraction())
         end = float(upper if y > 0 else lower)
         if y != 0 and math.isinf(end):
-            slope += abs(y)
-        elif y != 0:
-            gain -= y * Fraction(end)
-    if gain <= 0 or slope == 0:
-        return gain > 0
-    return math.isfinite(radius) and gain >= slope * Fraction(float(radius))
+            return False
+        gain -= y * Fraction(end) if y != 0 else 0
+    return gain > 0
 
 
 def linear_program(block: Block, row: int) -> str:
