@@ -189,15 +189,17 @@ def _searched(
 def _further(curve: Curve, u: Tensor, found: Attempt) -> Iterator[Tensor]:
     """Other starts, made when they are needed: the same directions for every sample.
 
-    Where σ is a line, the unit is the size of u, where it began or where it has come to. torch's
-    random numbers are left alone, which vmap refuses.
+    Where σ is a line in every output, the unit is the size of u, where it began or where it has
+    come to; where it bends in some, 1 is a unit of the problem. torch's random numbers are left
+    alone, which vmap refuses.
     """
     source = random.Random(0)
-    r = curve.slope(u).sqrt()
-    sizes = curve.sizes(u, r)
-    come = torch.minimum(curve.sizes(found.u, r), _FAR * sizes)
-    line = torch.maximum(sizes, come.nan_to_num(0.0)) / torch.where(r > 0, r, 1)
-    unit = torch.where(curve.unit.isinf(), line, curve.finite_unit)
+    unit = curve.finite_unit
+    if curve.lines == u.shape[-1]:
+        r = curve.slope(u).sqrt()
+        sizes = curve.sizes(u, r)
+        come = torch.minimum(curve.sizes(found.u, r), _FAR * sizes)
+        unit = torch.maximum(sizes, come.nan_to_num(0.0)) / torch.where(r > 0, r, 1)
     for t, s in STARTS:
         kick = [source.gauss(0.0, 1.0) for _ in range(u.shape[-1])]
         yield t * u + s * unit * torch.tensor(kick, dtype=u.dtype, device=u.device)
