@@ -108,7 +108,7 @@ def rebase(
     return Rebased(table[..., :K].masked_fill(unused.unsqueeze(-1), 0), table[..., K:], place, lost)
 
 
-def _times(matrix: Float[Tensor, "n a b"], x: Float[Tensor, "n b"]) -> Float[Tensor, "n a"]:
+def _times(matrix: Float[Tensor, "#n a b"], x: Float[Tensor, "n b"]) -> Float[Tensor, "n a"]:
     return (matrix @ x.unsqueeze(-1)).squeeze(-1)
 
 
